@@ -1,0 +1,1 @@
+"""The Hydra configuration, shipped as package data (`pkg://workbench.conf`)."""

@@ -123,7 +123,7 @@ class GemmRecord:
     arm: whose weights and activation rounding. tokens: activation rows used (an expert sees only its own tokens).
     tokens_seen: rows that reached the layer before the reservoir was cut. sqnr_db: 10 log10(|y|^2 / |y_hat - y|^2);
     interval: 95 % bootstrap over tokens (NaN, NaN with fewer than 8 tokens). weight_sqnr_db: the weights' own SQNR;
-    coherence_gain_db = sqnr_db - weight_sqnr_db (kind "weight" only, else NaN).
+    coherence_gain_db = sqnr_db - weight_sqnr_db (kind "weight" only, else NaN). output_power: mean |y|^2 of a token.
     activations: "captured" or "gaussian".
     """
 
@@ -144,6 +144,7 @@ class GemmRecord:
     sqnr_db_high: float
     weight_sqnr_db: float
     coherence_gain_db: float
+    output_power: float = math.nan
 
 
 # ---- serving ---------------------------------------------------------------------------------------------------------
@@ -215,7 +216,10 @@ class TaskScore:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """All scores of one arm; eval/<arm>/scores.json. request_order: "forward" or "reversed"; concurrency: requests at once."""
+    """All scores of one arm; eval/<arm>/scores.json.
+
+    request_order: "forward" or "reversed". concurrency: requests in flight at once.
+    """
 
     arm: str
     scores: tuple[TaskScore, ...]
@@ -284,7 +288,10 @@ class TaskComparison:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """comparison.json: every candidate against the baseline. noise_floor: the A/A arm's discordance per "task|filter"."""
+    """comparison.json: every candidate against the baseline.
+
+    noise_floor: the A/A arm's discordance, a proportion, per "task|filter".
+    """
 
     baseline: str
     noise_arm: str

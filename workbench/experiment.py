@@ -1,0 +1,376 @@
+"""The stages of one experiment, in order, each resumable. The only file that knows every room.
+
+prepare   find each arm's checkpoint, or make it by its recipe (linted before anything is served)
+lint      every checkpoint's bytes against its own claims
+analyze   capture the source's layer inputs; weight errors; matrix-product noise
+evaluate  per arm: start the endpoint, run lm-eval against it, stop it
+compare   pair each arm's answers with the baseline's
+gate      policy + records -> verdict
+report    report.html, summary.md, junit.xml
+
+A stage's files are written whole; a stage (an arm, for evaluate; a matrix, for analyze) whose files exist is not done
+again. A lint error stops the run before a server starts, with the verdict `invalid`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from workbench import records, runfolder
+from workbench.errors import CheckpointError, ConfigError
+from workbench.progress import Progress
+from workbench.settings import ArmSettings, CheckpointSettings, Recipe, Settings, read_settings, resolved_yaml
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from workbench.records import Evaluation, LintReport, Verdict
+    from workbench.serving.spec import ServeSpec
+
+RECIPE_VERSION = 1  # raise when quantize_checkpoint's output changes: cached checkpoints are made anew
+
+
+def run_experiment(config: DictConfig) -> int:
+    """Run one composed experiment; returns the verdict's exit code. Raises WorkbenchError when it could not run."""
+    settings = read_settings(config)
+    folder = runfolder.open_run(Path(settings.paths.out), settings.name, resolved_yaml(config), settings.resume)
+    try:
+        return _Run(settings=settings, folder=folder, say=Progress()).all_stages()
+    finally:
+        folder.close()
+
+
+def judge(run: Path, policy: dict[str, Any], *, name: str) -> Verdict:
+    """Judge a run folder's records by a policy; writes verdict.json and junit.xml. Raises ConfigError, OutputError."""
+    from workbench.gating import gate, to_junit
+
+    lint = {file.stem: records.read_json(records.LintReport, file) for file in sorted((run / "lint").glob("*.json"))}
+    comparison_file, tensors_file = run / "comparison.json", run / "tensors.parquet"
+    comparison = records.read_json(records.Comparison, comparison_file) if comparison_file.exists() else None
+    tensors = None
+    if tensors_file.exists():
+        import pandas
+
+        tensors = pandas.read_parquet(tensors_file)
+    verdict = gate(policy, comparison=comparison, lint=lint, tensors=tensors)
+    records.write_json(run / "verdict.json", verdict)
+    records.write_text(run / "junit.xml", to_junit(verdict, name=name))
+    return verdict
+
+
+@dataclass(kw_only=True)
+class _Run:
+    settings: Settings
+    folder: runfolder.RunFolder
+    say: Progress
+    paths: dict[CheckpointSettings, Path] = field(default_factory=dict)
+
+    def all_stages(self) -> int:
+        self.say.title(f"{self.settings.name} · {self.settings.model.name}", str(self.folder.path))
+        _set_threads(self.settings.compute.get("threads"))
+        verdict: Verdict | None = None
+        invalid = False
+        for stage in self.settings.stages:
+            if invalid and stage in ("analyze", "evaluate", "compare"):
+                continue
+            with self.folder.timed(stage):
+                if stage == "prepare":
+                    invalid = not self.prepare()
+                elif stage == "lint":
+                    invalid = not self.lint() or invalid
+                elif stage == "analyze":
+                    self.analyze()
+                elif stage == "evaluate":
+                    self.evaluate()
+                elif stage == "compare":
+                    self.compare()
+                elif stage == "gate":
+                    verdict = self.gate()
+                elif stage == "report":
+                    self.report(verdict)
+        self._manifest()
+        if verdict is None:
+            self.say.note(f"no gate stage: nothing was judged; files are in {self.folder.path}")
+            return 3
+        self.say.verdict(verdict, self.folder.path / "report.html")
+        return verdict.exit_code
+
+    # ---- prepare and lint --------------------------------------------------------------------------------------------
+
+    def prepare(self) -> bool:
+        """Every arm's checkpoint as a folder. False when a given one is so broken that nothing may be made from it."""
+        self.say.stage("prepare")
+        arms = self.settings.arms
+        given = {arm.checkpoint for arm in arms.values() if _given(arm.checkpoint)}
+        for checkpoint in given:
+            self.paths[checkpoint] = _existing(checkpoint, self._checkpoint_name(checkpoint))
+        for name, arm in arms.items():
+            if arm.checkpoint in given and self._lint_arm(name, arm).errors:
+                self.paths.update({a.checkpoint: Path() for a in arms.values() if a.checkpoint not in self.paths})
+                return False
+        for arm in arms.values():
+            if arm.checkpoint not in self.paths:
+                self.paths[arm.checkpoint] = self._make(arm.checkpoint)
+        self._manifest()
+        return True
+
+    def lint(self) -> bool:
+        """Lint every arm's checkpoint; False when one has errors that lint.allow does not list."""
+        self.say.stage("lint")
+        reports = [self._lint_arm(name, arm) for name, arm in self.settings.arms.items() if self._path(arm) != Path()]
+        return not any(report.errors for report in reports)
+
+    def _lint_arm(self, name: str, arm: ArmSettings) -> LintReport:
+        from workbench.checkpoints.lint import lint_checkpoint
+
+        target = self.folder.path / "lint" / f"{name}.json"
+        if target.exists():
+            return records.read_json(records.LintReport, target)
+        for other, twin in self.settings.arms.items():  # arms that share a checkpoint share its findings
+            twin_file = self.folder.path / "lint" / f"{other}.json"
+            if twin.checkpoint == arm.checkpoint and twin_file.exists():
+                report = records.read_json(records.LintReport, twin_file)
+                break
+        else:
+            report = lint_checkpoint(self._path(arm), allow=self.settings.lint.allow)
+            self.say.lint(name, report)
+        records.write_json(target, report)
+        return report
+
+    def _make(self, checkpoint: CheckpointSettings) -> Path:
+        """Make a checkpoint by its recipe, or take it from the cache when the same recipe made it before."""
+        from workbench.checkpoints import open_checkpoint
+        from workbench.checkpoints.convert import quantize_checkpoint
+
+        recipe = checkpoint.make
+        assert recipe is not None
+        name = self._checkpoint_name(checkpoint)
+        source_settings = self.settings.model.checkpoints.get(recipe.source)
+        if source_settings is None:
+            raise ConfigError(
+                f"model.checkpoints.{name}.make.source is {recipe.source!r}, which is not a checkpoint of the model",
+                fix=f"choose one of: {', '.join(self.settings.model.checkpoints)}",
+            )
+        source = self.paths.get(source_settings)
+        if source is None:
+            given = _given(source_settings)
+            source = _existing(source_settings, recipe.source) if given else self._make(source_settings)
+            self.paths[source_settings] = source
+        with open_checkpoint(source) as opened:
+            key = self._recipe_key(recipe, opened.fingerprint())
+        target = Path(self.settings.paths.cache).resolve() / f"{self.settings.model.name}-{name}-{key}"
+        if (target / "config.json").is_file():
+            self.say.note(f"{name}: {target} (made before by the same recipe)")
+            return target
+        amax = self._input_amax(recipe) if recipe.calibrate else None
+        self.say.note(f"{name}: {recipe.format} in {recipe.dialect}'s dialect from {source}")
+        quantize_checkpoint(
+            source, target, format=recipe.format, dialect=recipe.dialect, exclude=recipe.exclude, rule=recipe.rule,
+            shared_globals=recipe.shared_globals, input_amax=amax,
+        )  # fmt: skip
+        return target
+
+    def _recipe_key(self, recipe: Recipe, fingerprint: str) -> str:
+        calibration: Any = None
+        if recipe.calibrate:
+            calibration = [self.settings.analysis.prompts, sorted(self.settings.eval.items())]
+        content = json.dumps([RECIPE_VERSION, fingerprint, dataclasses.asdict(recipe), calibration], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:12]
+
+    def _input_amax(self, recipe: Recipe) -> dict[str, float]:
+        from workbench.formats.activations import read_activations
+
+        captured = read_activations(self._activations())
+        return {module: captured.amax(module) for module in captured.modules() if captured.tokens_seen(module) > 0}
+
+    def _checkpoint_name(self, checkpoint: CheckpointSettings) -> str:
+        for name, candidate in self.settings.model.checkpoints.items():
+            if candidate == checkpoint:
+                return name
+        return next(name for name, arm in self.settings.arms.items() if arm.checkpoint == checkpoint)
+
+    def _path(self, arm: ArmSettings) -> Path:
+        if arm.checkpoint not in self.paths:  # stages without `prepare`
+            self.paths[arm.checkpoint] = (
+                _existing(arm.checkpoint, self._checkpoint_name(arm.checkpoint))
+                if _given(arm.checkpoint)
+                else self._make(arm.checkpoint)
+            )
+        return self.paths[arm.checkpoint]
+
+    # ---- analyze -----------------------------------------------------------------------------------------------------
+
+    def analyze(self) -> None:
+        from workbench.analysis.study import analyze_pairs
+
+        self.say.stage("analyze")
+        settings = self.settings
+        if not settings.analysis.pairs:
+            self.say.note("no analysis.pairs: nothing to analyze")
+            return
+        activations = self._activations() if settings.analysis.capture else None
+        analyze_pairs(
+            out=self.folder.path,
+            source_arm=settings.baseline,
+            pairs=settings.analysis.pairs,
+            arms={
+                name: (self._path(arm), arm.format if arm.backend.kind == "requant" else None, arm.backend.activations)
+                for name, arm in settings.arms.items()
+            },
+            activations=activations,
+            bootstrap=settings.analysis.bootstrap,
+            seed=settings.seed,
+            progress=self.say.bar,
+        )
+
+    def _activations(self) -> Path:
+        """The source's layer inputs on training prompts of the tasks, captured once a run."""
+        from workbench.evaluation.prompts import training_prompts
+        from workbench.serving.capture import capture_activations
+
+        target = self.folder.path / "activations.safetensors"
+        if not target.exists():
+            baseline = self.settings.arms[self.settings.baseline]
+            prompts = training_prompts(
+                self._tasks(), self.settings.analysis.prompts, scratch=self.folder.path / "scratch"
+            )
+            self.say.note(f"capturing layer inputs of {self.settings.baseline} on {len(prompts)} prompts")
+            capture_activations(
+                self._spec(self.settings.baseline, baseline),
+                prompts,
+                target,
+                reservoir_rows=self.settings.analysis.reservoir_rows,
+            )
+        return target
+
+    # ---- evaluate ----------------------------------------------------------------------------------------------------
+
+    def evaluate(self) -> None:
+        self.say.stage("evaluate")
+        for name, arm in self.settings.arms.items():
+            scores = self.folder.path / "eval" / name / "scores.json"
+            if scores.exists():
+                self.say.note(f"{name}: evaluated before")
+                continue
+            self._evaluate_arm(name, arm)
+
+    def _evaluate_arm(self, name: str, arm: ArmSettings) -> None:
+        from workbench.evaluation.run import evaluate
+        from workbench.serving.endpoint import start
+
+        engine = self.settings.engine
+        out = self.folder.path / "eval" / name
+        self.say.arm(name, arm.backend.kind)
+        with start(self._spec(name, arm), self.folder.path / "server" / f"{name}.log") as endpoint:
+            result: Evaluation = evaluate(
+                arm=name,
+                base_url=endpoint.base_url,
+                model=endpoint.model,
+                tokenizer=Path(self.settings.model.tokenizer),
+                tasks=self._tasks(),
+                out_dir=out,
+                concurrency=max(1, round(engine.concurrency * arm.concurrency_factor)),
+                request_order=arm.request_order,
+                max_length=engine.max_model_len,
+                seed=self.settings.seed,
+                progress=self.say.bar,
+            )
+            records.write_json(self.folder.path / "server" / f"{name}.json", endpoint.record())
+        records.write_json(out / "scores.json", result)
+        self.say.scores(result)
+
+    def _tasks(self) -> tuple[Any, ...]:
+        from workbench.evaluation.spec import task_spec
+
+        return tuple(task_spec({"name": name, **task}) for name, task in self.settings.eval.items())
+
+    def _spec(self, name: str, arm: ArmSettings) -> ServeSpec:
+        from workbench.serving.spec import EngineSpec, ServeSpec
+
+        engine = self.settings.engine
+        fields = {f.name for f in dataclasses.fields(EngineSpec)}
+        values = {k: v for k, v in dataclasses.asdict(engine).items() if k in fields}
+        values |= {"base_url": arm.base_url or engine.base_url, "model": engine.served_model}
+        return ServeSpec(
+            arm=name,
+            checkpoint=self._path(arm),
+            backend=arm.backend.kind,
+            format=arm.format.name if arm.format else None,
+            rule=arm.format.rule if arm.format else None,
+            activations=arm.backend.activations,
+            exclude=arm.exclude if arm.exclude is not None else self.settings.model.exclude,
+            kv_cache_dtype=arm.kv_cache_dtype,
+            engine=EngineSpec(**values),
+        )
+
+    # ---- compare, gate, report ---------------------------------------------------------------------------------------
+
+    def compare(self) -> None:
+        from workbench.comparison import compare_arms
+
+        self.say.stage("compare")
+        settings = self.settings
+        candidates = [name for name in settings.arms if name != settings.baseline]
+        comparison = compare_arms(
+            self.folder.path, baseline=settings.baseline, candidates=candidates, noise_arm=settings.noise_arm or ""
+        )
+        records.write_json(self.folder.path / "comparison.json", comparison)
+
+    def gate(self) -> Verdict:
+        self.say.stage("gate")
+        return judge(self.folder.path, self.settings.gate, name=self.settings.name)
+
+    def report(self, verdict: Verdict | None) -> None:
+        from workbench.reporting import build_report
+
+        self._manifest()
+        build_report(self.folder.path)
+
+    def _manifest(self) -> None:
+        from workbench.checkpoints import open_checkpoint
+
+        described = {}
+        for settings, path in self.paths.items():
+            if path == Path():
+                continue
+            with open_checkpoint(path) as checkpoint:
+                described[self._checkpoint_name(settings)] = {
+                    "path": str(path), "dialect": checkpoint.dialect, "fingerprint": checkpoint.fingerprint(),
+                }  # fmt: skip
+        self.folder.write_manifest(
+            runfolder.describe(
+                experiment=self.settings.name,
+                checkpoints=described,
+                seeds={"seed": self.settings.seed},
+                command=runfolder.command_line(),
+            )
+        )
+
+
+def _given(checkpoint: CheckpointSettings) -> bool:
+    return bool(checkpoint.path)
+
+
+def _existing(checkpoint: CheckpointSettings, name: str) -> Path:
+    assert checkpoint.path
+    path = Path(checkpoint.path).expanduser()
+    if not path.is_dir():
+        raise CheckpointError(
+            f"checkpoint {name}: there is no folder {path}",
+            fix=f"download it there, or give another: model.checkpoints.{name}.path=FOLDER or model.root=FOLDER",
+        )
+    return path.resolve()
+
+
+def _set_threads(threads: int | None) -> None:
+    if threads:
+        import torch
+
+        torch.set_num_threads(int(threads))
+        os.environ.setdefault("OMP_NUM_THREADS", str(int(threads)))
