@@ -162,31 +162,28 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _analyze(arguments: argparse.Namespace) -> int:
-    from workbench.analysis.study import analyze_pairs
+    from workbench.analysis.study import ArmNumerics, analyze_arms
     from workbench.progress import Progress
-    from workbench.settings import FormatSettings, PairSettings
 
-    second = arguments.second
-    arms: dict[str, Any] = {
-        "source": (arguments.source, None, "none"),
-        "first": (arguments.first, None, "auto"),
-        "second": (
-            (arguments.first, FormatSettings(name=second, rule=arguments.rule), "auto")
-            if second in ("nvfp4", "mxfp4")
-            else (Path(second), None, "auto")
-        ),
-    }
-    analyze_pairs(
+    target = arguments.second in ("nvfp4", "mxfp4")
+    analyze_arms(
         out=arguments.out,
+        source=arguments.source,
         source_arm="source",
-        pairs=(PairSettings(first="first", second="second"),),
-        arms=arms,
+        arms={
+            "first": ArmNumerics(checkpoint=arguments.first),
+            "second": ArmNumerics(
+                checkpoint=arguments.first if target else Path(arguments.second),
+                requant_format=arguments.second if target else None,
+                requant_rule=arguments.rule,
+            ),
+        },
+        pairs=[("first", "second", None)],
         activations=arguments.activations,
-        bootstrap=arguments.bootstrap,
-        seed=0,
-        progress=Progress().bar,
+        resamples=arguments.bootstrap,
+        progress=Progress().counter("matrices"),
     )
-    print(f"wrote {arguments.out / 'tensors.parquet'}")
+    print(f"wrote tensors.parquet, gemm.parquet and analysis.json in {arguments.out}")
     return 0
 
 
@@ -208,7 +205,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         request_order="forward",
         max_length=arguments.max_length,
         seed=0,
-        progress=say.bar,
+        progress=say.counter("answers"),
     )
     records.write_json(out / "scores.json", result)
     say.scores(result)

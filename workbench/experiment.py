@@ -207,26 +207,34 @@ class _Run:
     # ---- analyze -----------------------------------------------------------------------------------------------------
 
     def analyze(self) -> None:
-        from workbench.analysis.study import analyze_pairs
+        from workbench.analysis.study import ArmNumerics, analyze_arms
 
         self.say.stage("analyze")
         settings = self.settings
-        if not settings.analysis.pairs:
+        pairs = [(pair.first, pair.second, pair.direct) for pair in settings.analysis.pairs]
+        if not pairs:
             self.say.note("no analysis.pairs: nothing to analyze")
             return
-        activations = self._activations() if settings.analysis.capture else None
-        analyze_pairs(
+        named = {arm for pair in pairs for arm in pair if arm is not None}
+        analyze_arms(
             out=self.folder.path,
+            source=self._path(settings.arms[settings.baseline]),
             source_arm=settings.baseline,
-            pairs=settings.analysis.pairs,
             arms={
-                name: (self._path(arm), arm.format if arm.backend.kind == "requant" else None, arm.backend.activations)
+                name: ArmNumerics(
+                    checkpoint=self._path(arm),
+                    requant_format=arm.format.name if arm.format and arm.backend.kind == "requant" else None,
+                    requant_rule=arm.format.rule if arm.format and arm.backend.kind == "requant" else None,
+                    round_activations=arm.backend.kind != "reference" and arm.backend.activations != "none",
+                )
                 for name, arm in settings.arms.items()
+                if name in named
             },
-            activations=activations,
-            bootstrap=settings.analysis.bootstrap,
+            pairs=pairs,
+            activations=self._activations() if settings.analysis.capture else None,
+            resamples=settings.analysis.bootstrap,
             seed=settings.seed,
-            progress=self.say.bar,
+            progress=self.say.counter("matrices"),
         )
 
     def _activations(self) -> Path:
@@ -279,7 +287,8 @@ class _Run:
                 request_order=arm.request_order,
                 max_length=engine.max_model_len,
                 seed=self.settings.seed,
-                progress=self.say.bar,
+                fingerprint=endpoint.record().fingerprint,
+                progress=self.say.counter(f"{name}: answers"),
             )
             records.write_json(self.folder.path / "server" / f"{name}.json", endpoint.record())
         records.write_json(out / "scores.json", result)

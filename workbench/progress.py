@@ -1,21 +1,19 @@
-"""What a run says while it works: plain lines, and a bar on a terminal for long loops."""
+"""What a run says while it works: plain lines, and a counter for long loops."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from workbench.records import Evaluation, LintReport, Verdict
 
-T = TypeVar("T")
-
 
 class Progress:
-    """Prints to stdout; a bar (rich) replaces repeated lines where stdout is a terminal."""
+    """Prints to stdout, each line with the time since the start."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()
@@ -46,19 +44,21 @@ class Progress:
                 f"({100 * score.low:.1f} to {100 * score.high:.1f}, n = {score.n})"
             )
 
-    def bar(self, items: Iterable[T], total: int | None = None, label: str = "") -> Iterator[T]:
-        """Iterate with progress: a bar on a terminal, else a line every 15 seconds."""
-        if sys.stdout.isatty():
-            from rich.progress import track
-
-            yield from track(items, total=total, description=label, transient=True)
-            return
+    def counter(self, what: str) -> Callable[..., None]:
+        """A callback(done, total, ...) for a long loop: one rewritten line on a terminal, else a line every 15 s."""
         last = time.monotonic()
-        for done, item in enumerate(items):
-            if time.monotonic() - last > 15:
+        terminal = sys.stdout.isatty()
+
+        def count(done: int, total: int, *_: object) -> None:
+            nonlocal last
+            if terminal:
+                ending = "\n" if done >= total else ""
+                print(f"\r[{self._elapsed()}]   {what}: {done} of {total}{ending}", end="", flush=True)
+            elif time.monotonic() - last > 15 and done < total:
                 last = time.monotonic()
-                self.note(f"{label}: {done}" + (f" of {total}" if total else ""))
-            yield item
+                self.note(f"{what}: {done} of {total}")
+
+        return count
 
     def verdict(self, verdict: Verdict, report: Path) -> None:
         self._line("")

@@ -194,8 +194,8 @@ class TaskScore:
     """One metric of one task on one arm, read from lm-eval's own files.
 
     value, low, high: proportion in [0, 1] with a 95 % Wilson interval. n: items. filter: lm-eval's filter name.
-    samples: the samples_*.jsonl, relative to the run folder. empty, truncated: answers that are empty / hit max_tokens
-    (-1 where the harness does not tell). seconds: wall time of the arm's evaluation of this task's batch.
+    samples: the samples_*.jsonl, relative to the run folder. empty, invalid, truncated: answers that are empty / hold
+    nothing to extract / hit max_tokens (-1 where the harness does not tell). seconds: wall time of the arm's evaluation of this task's batch.
     """
 
     arm: str
@@ -211,6 +211,7 @@ class TaskScore:
     primary: bool
     empty: int = -1
     invalid: int = -1
+    truncated: int = -1
     seconds: float = math.nan
 
 

@@ -1,7 +1,7 @@
 """The front door: compose an experiment, run its stages, return its verdict as the exit code.
 
     python -m workbench.run experiment=kimi_requant
-    python -m workbench.run experiment=kimi_requant model=local model.source=/path/to/bf16 'eval=[gsm8k]'
+    python -m workbench.run experiment=kimi_requant model=local model.root=/path/to/bf16 'eval=[gsm8k]'
     python -m workbench.run --help | --cfg job | --multirun …
 
 Exit codes: 0 pass, 1 regression, 2 inconclusive or invalid, 3 could not run. Only the gate may produce 0, 1 or 2 for a

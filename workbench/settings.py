@@ -167,7 +167,7 @@ def compose(overrides: Sequence[str]) -> DictConfig:
 
 def read_settings(config: DictConfig) -> Settings:
     """The composed configuration as Settings. Raises ConfigError for an unknown, missing or contradictory key."""
-    missing = sorted(OmegaConf.missing_keys(config))
+    missing = _missing_keys(OmegaConf.to_container(config, resolve=False))
     if "name" in missing:
         raise ConfigError(
             "no experiment is chosen", fix="add experiment=NAME, e.g. experiment=kimi_requant (see --help for all)"
@@ -230,6 +230,14 @@ def _check(settings: Settings) -> None:
             raise ConfigError(f"arms.{name}.request_order is {arm.request_order!r}", fix="choose forward or reversed")
         if not arm.checkpoint.path and arm.checkpoint.make is None:
             raise ConfigError(f"arm {name} has no checkpoint", fix="give its path, or a make: recipe, in the model")
+
+
+def _missing_keys(node: Any, where: str = "") -> list[str]:
+    """Dotted keys whose value is `???`. (OmegaConf's own search stops at interpolations that lead to one.)"""
+    if node == "???":
+        return [where]
+    items: Any = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    return [key for name, item in items for key in _missing_keys(item, f"{where}.{name}".lstrip("."))]
 
 
 def _mini_model(name: str) -> str:

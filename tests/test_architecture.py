@@ -1,0 +1,69 @@
+"""The arrows of docs/architecture.md: a room imports only what lies beneath it, and light rooms stay light."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+BENEATH = {
+    "kernels": set(),
+    "formats": {"kernels"},
+    "checkpoints": {"formats", "kernels"},
+    "statistics": set(),
+    "serving": {"checkpoints", "formats", "kernels"},
+    "analysis": {"checkpoints", "formats", "kernels", "statistics"},
+    "evaluation": {"statistics", "mini_models"},
+    "comparison": {"statistics"},
+    "gating": {"statistics"},
+    "reporting": set(),
+}
+EVERYONE = {"errors", "records"}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Rooms of the workbench that a file imports, also inside functions."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            root = node.module == "workbench"
+            names = [f"workbench.{alias.name}" if root else str(node.module) for alias in node.names]
+        else:
+            continue
+        yield from (name.split(".")[1] for name in names if name.startswith("workbench."))
+
+
+@pytest.mark.parametrize("room", BENEATH)
+def test_a_room_imports_only_what_lies_beneath_it(room: str) -> None:
+    spec = importlib.util.find_spec(f"workbench.{room}")
+    assert spec is not None
+    assert spec.origin is not None
+    files = sorted(Path(spec.origin).parent.rglob("*.py"))
+    assert files
+    allowed = BENEATH[room] | EVERYONE | {room}
+    wrong = {f"{file.name} -> {name}" for file in files for name in imported(file) if name not in allowed}
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("workbench.cli", ("torch", "vllm", "lm_eval", "transformers", "pandas", "hydra")),
+        ("workbench.run", ("torch", "vllm", "lm_eval", "transformers", "pandas")),
+        ("workbench.statistics", ("torch", "vllm", "lm_eval", "pandas")),
+        ("workbench.gating", ("torch", "vllm", "lm_eval")),
+        ("workbench.comparison", ("torch", "vllm", "lm_eval")),
+        ("workbench.reporting", ("torch", "vllm", "lm_eval")),
+        ("workbench.serving.vllm_plugin", ("torch", "vllm", "transformers")),
+    ],
+)
+def test_importing_stays_light(module: str, heavy: tuple[str, ...]) -> None:
+    script = f"import sys, {module}; print([m for m in {heavy!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,148 @@
+"""Every configuration that ships composes, and what does not fit is refused by name."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from workbench import cli
+from workbench.errors import ConfigError
+from workbench.evaluation.spec import task_spec
+from workbench.settings import Settings, compose, policy_file, read_settings
+
+CONF = Path(str(files("workbench.conf")))
+README = Path(__file__).parent.parent / "README.md"
+EXPERIMENTS = sorted(p.stem for p in (CONF / "experiment").glob("*.yaml"))
+MODELS = sorted(p.stem for p in (CONF / "model").glob("*.yaml"))
+EVALS = sorted(p.stem for p in (CONF / "eval").glob("*.yaml"))
+
+
+def settings(*overrides: str) -> Settings:
+    return read_settings(compose(overrides))
+
+
+def needed(model: str) -> list[str]:
+    """The values that a model's file leaves to the user."""
+    text = (CONF / "model" / f"{model}.yaml").read_text()
+    return [f"model.{key}=/data" for key in re.findall(r"^(\w+): \?\?\?", text, re.M)]
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_experiment_composes_with_every_model(experiment: str, model: str) -> None:
+    composed = settings(f"experiment={experiment}", f"model={model}", *needed(model))
+    assert composed.name == experiment
+    assert composed.baseline in composed.arms
+    if needed(model):  # `model=` alone retargets every arm
+        for arm in composed.arms.values():
+            assert (arm.checkpoint.path or "/data").startswith("/data")
+            assert "mini" not in (arm.checkpoint.path or "")
+
+
+@pytest.mark.parametrize("model", [m for m in MODELS if needed(m)])
+def test_a_model_without_its_folder_is_refused_naming_the_key(model: str) -> None:
+    with pytest.raises(ConfigError, match=r"model\.") as refused:
+        settings("experiment=kimi_requant", f"model={model}")
+    assert needed(model)[0].split("=")[0] in str(refused.value)
+
+
+@pytest.mark.parametrize("name", EVALS)
+def test_every_eval_file_is_a_task_that_evaluation_accepts(name: str) -> None:
+    local = [
+        f"eval.{name.removesuffix('_local')}.data.{split}=/x.jsonl" for split in ("test",) if name.endswith("_local")
+    ]
+    shots = {"gsm8k_local": "train", "mmlu_pro_local": "validation"}.get(name)
+    local += [f"eval.{name.removesuffix('_local')}.data.{shots}=/x.jsonl"] if shots else []
+    composed = settings("experiment=kimi_requant", f"eval=[{name}]", *local)
+    assert composed.eval
+    for task, node in composed.eval.items():
+        assert task_spec({"name": task, **node}).name == task
+
+
+def test_eval_is_a_list_valued_group() -> None:
+    assert set(settings("experiment=kimi_requant", "eval=[gsm8k,mmlu_pro]").eval) == {"gsm8k", "mmlu_pro"}
+    assert set(settings("experiment=kimi_requant", "eval=[mmlu_pro]").eval) == {"mmlu_pro"}
+
+
+def test_mini_full_is_the_real_policy() -> None:
+    full = settings("experiment=kimi_requant", "eval=[mini_full]")
+    assert {task["limit"] for task in full.eval.values()} == {1000}
+    assert full.gate["margin_pp"] == 2.0
+    assert full.gate["gated"] == ["nvfp4", "nvfp4_to_mxfp4"]
+    assert full.gate["reported"] == ["mxfp4_direct"]
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("+foo=1", "foo"),
+        ("+engine.tensor_paralel_size=2", "tensor_paralel_size"),
+        ("engine.port=abc", "engine.port"),
+        ("baseline=nobody", "nobody"),
+        ("stages=[lint,dance]", "dance"),
+        ("arms.nvfp4.backend.kind=magic", "magic"),
+        ("arms.source.request_order=random", "random"),
+        ("noise_arm=ghost", "ghost"),
+    ],
+)
+def test_a_setting_nobody_reads_or_that_does_not_fit_is_refused_by_name(override: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        settings("experiment=kimi_requant", override)
+
+
+def test_an_unknown_override_is_refused() -> None:
+    with pytest.raises(ConfigError, match="foo"):
+        compose(["experiment=kimi_requant", "foo=1"])
+
+
+def test_no_experiment_is_a_clear_error() -> None:
+    with pytest.raises(ConfigError, match="experiment"):
+        settings()
+
+
+def test_backends_and_formats_of_an_arm_can_be_swapped_by_the_group() -> None:
+    swapped = settings("experiment=kimi_requant", "backend@arms.nvfp4.backend=reference")
+    assert swapped.arms["nvfp4"].backend.kind == "reference"
+    rule = settings("experiment=kimi_requant", "arms.nvfp4_to_mxfp4.format.rule=rceil").arms["nvfp4_to_mxfp4"].format
+    assert rule is not None
+    assert rule.rule == "rceil"
+
+
+@pytest.mark.parametrize("policy", sorted(p.stem for p in (CONF / "gate").glob("*.yaml")))
+def test_every_policy_is_found_by_name(policy: str) -> None:
+    assert policy_file(policy).is_file()
+
+
+def test_an_unknown_policy_names_the_choices() -> None:
+    with pytest.raises(ConfigError, match="nope") as refused:
+        policy_file("nope")
+    assert "smoke" in str(refused.value)
+
+
+def readme_commands() -> list[list[str]]:
+    blocks = re.findall(r"```(?:bash|sh)?\n(.*?)```", README.read_text(), re.S)
+    lines = [line.split(" # ")[0].strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [shlex.split(line) for line in lines if line.startswith(("python -m workbench.run", "workbench ", "make "))]
+
+
+@pytest.mark.parametrize("command", readme_commands(), ids=" ".join)
+def test_every_command_of_the_readme_composes_or_parses(command: list[str]) -> None:
+    if command[0] == "make":
+        makefile = (README.parent / "Makefile").read_text()
+        assert all(f"\n{target}:" in makefile for target in command[1:] if "=" not in target)
+    elif command[0] == "workbench":
+        cli._parser().parse_args(command[1:])
+    else:
+        overrides = [word for word in command[3:] if not word.startswith("-") and word != "job"]
+        if any(word.startswith("experiment=") for word in overrides):
+            read_settings(compose(overrides))
+
+
+def test_the_readme_shows_its_two_commands() -> None:
+    shown = [" ".join(command) for command in readme_commands()]
+    assert "make demo" in shown
+    assert "make test" in shown

@@ -1,0 +1,124 @@
+"""Exit codes: only the gate produces 0, 1 or 2; everything else that goes wrong ends in 3."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig
+
+from workbench import cli, experiment, run
+from workbench.errors import CheckpointError
+
+
+def test_verdicts_pass_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    for code in (0, 1, 2):
+        monkeypatch.setattr(experiment, "run_experiment", lambda config, code=code: code)
+        assert run.main(["experiment=kimi_requant"]) == code
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nonsense=1"],
+        ["experiment=nope"],
+        ["--badflag"],
+        ["experiment=kimi_requant", "model=nope"],
+        ["experiment=kimi_requant", "engine.port=["],
+        [],
+    ],
+)
+def test_hydra_errors_and_bad_flags_exit_3(arguments: list[str]) -> None:
+    assert run.main(arguments) == 3
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--cfg", "job", "experiment=kimi_requant"], ["--info", "defaults"]])
+def test_help_and_config_exit_0(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(arguments) == 0
+    assert "kimi_requant" in capsys.readouterr().out or arguments[0] == "--info"
+
+
+def test_a_user_error_is_one_message_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(config: DictConfig) -> int:
+        raise CheckpointError("shard x is truncated", fix="download it again")
+
+    monkeypatch.setattr(experiment, "run_experiment", fail)
+    assert run.main(["experiment=kimi_requant"]) == 3
+    printed = capsys.readouterr().err
+    assert "shard x is truncated" in printed
+    assert "fix: download it again" in printed
+    assert "Traceback" not in printed
+
+
+def test_a_bug_exits_3_with_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def bug(config: DictConfig) -> int:
+        raise ZeroDivisionError("bug")
+
+    monkeypatch.setattr(experiment, "run_experiment", bug)
+    assert run.main(["experiment=kimi_requant"]) == 3
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("codes", "worst"), [((0, 2), 2), ((0, 3, 2), 3), ((3, 1, 0), 1), ((0, 0), 0), ((2, 1), 1)])
+def test_multirun_runs_every_job_and_the_worst_counts(
+    codes: tuple[int, ...], worst: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    left = list(codes)
+
+    def job(config: DictConfig) -> int:
+        code = left.pop(0)
+        if code == 3:
+            raise RuntimeError("a job that breaks must not stop the others")
+        return code
+
+    monkeypatch.setattr(experiment, "run_experiment", job)
+    seeds = ",".join(str(i) for i in range(len(codes)))
+    assert run.main(["--multirun", "experiment=kimi_requant", f"seed={seeds}", f"paths.out={tmp_path}"]) == worst
+    assert left == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_exits_3(number: signal.Signals, tmp_path: Path) -> None:
+    script = (
+        "import sys, time\nfrom workbench import experiment, run\n"
+        "def job(config):\n    print('started', flush=True)\n    time.sleep(60)\n    return 0\n"
+        "experiment.run_experiment = job\nsys.exit(run.main(['experiment=kimi_requant']))\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        cwd=tmp_path,
+        env={**os.environ, "HYDRA_FULL_ERROR": "0"},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"started\n"
+    time.sleep(0.1)
+    process.send_signal(number)
+    assert process.wait(timeout=20) == 3
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--nope"], ["lint"], ["dance"], [], ["quantize", "a", "b", "--format", "int3", "--dialect", "plain"]]
+)
+def test_the_command_line_exits_3_on_bad_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments) == 3
+    assert "error:" in capsys.readouterr().err
+
+
+def test_the_command_line_names_a_missing_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["lint", str(tmp_path / "nowhere")]) == 3
+    assert "nowhere" in capsys.readouterr().err
+
+
+def test_help_answers_in_under_a_second() -> None:
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-m", "workbench.cli", "--help"], capture_output=True, check=True)
+    assert b"quantize" in done.stdout
+    assert time.monotonic() - start < 1.0
