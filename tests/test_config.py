@@ -71,7 +71,7 @@ def test_eval_is_a_list_valued_group() -> None:
 def test_mini_full_is_the_real_policy() -> None:
     full = settings("experiment=kimi_requant", "eval=[mini_full]")
     assert {task["limit"] for task in full.eval.values()} == {1000}
-    assert full.gate["margin_pp"] == 2.0
+    assert full.gate["margin_pp"] == {"default": 2.0}
     assert full.gate["gated"] == ["nvfp4", "nvfp4_to_mxfp4"]
     assert full.gate["reported"] == ["mxfp4_direct"]
 

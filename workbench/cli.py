@@ -244,7 +244,7 @@ def _gate(arguments: argparse.Namespace) -> int:
     for key in ("gated", "reported"):
         if getattr(arguments, key):
             policy[key] = getattr(arguments, key)
-    verdict = judge(arguments.run, policy, name=arguments.run.resolve().name)
+    verdict = judge(arguments.run, policy)
     print(f"verdict: {verdict.status.upper()} (exit code {verdict.exit_code})\n{verdict.headline}")
     for check in verdict.checks:
         print(f"  {check.status}: {check.name}: {check.reason}")

@@ -46,7 +46,7 @@ def run_experiment(config: DictConfig) -> int:
         folder.close()
 
 
-def judge(run: Path, policy: dict[str, Any], *, name: str) -> Verdict:
+def judge(run: Path, policy: dict[str, Any]) -> Verdict:
     """Judge a run folder's records by a policy; writes verdict.json and junit.xml. Raises ConfigError, OutputError."""
     from workbench.gating import gate, to_junit
 
@@ -58,9 +58,12 @@ def judge(run: Path, policy: dict[str, Any], *, name: str) -> Verdict:
         import pandas
 
         tensors = pandas.read_parquet(tensors_file)
-    verdict = gate(policy, comparison=comparison, lint=lint, tensors=tensors)
+    evaluations = {
+        file.parent.name: records.read_json(records.Evaluation, file) for file in sorted(run.glob("eval/*/scores.json"))
+    }
+    verdict = gate(policy, comparison=comparison, lint=lint, tensors=tensors, evaluations=evaluations)
     records.write_json(run / "verdict.json", verdict)
-    records.write_text(run / "junit.xml", to_junit(verdict, name=name))
+    records.write_text(run / "junit.xml", to_junit(verdict))
     return verdict
 
 
@@ -333,7 +336,7 @@ class _Run:
 
     def gate(self) -> Verdict:
         self.say.stage("gate")
-        return judge(self.folder.path, self.settings.gate, name=self.settings.name)
+        return judge(self.folder.path, self.settings.gate)
 
     def report(self, verdict: Verdict | None) -> None:
         from workbench.reporting import build_report
