@@ -158,30 +158,27 @@ def _serve(arguments: argparse.Namespace) -> int:
             env=dict(_pair(item) for item in arguments.engine_env),
         ),
     )
-    return int(serve_forever(spec, Path(arguments.log) if arguments.log else None) or 0)
+    serve_forever(spec, Path(arguments.log))
+    return 0
 
 
 def _analyze(arguments: argparse.Namespace) -> int:
-    from workbench.analysis.study import ArmNumerics, analyze_arms
+    from workbench.analysis.study import analyze_pairs
     from workbench.progress import Progress
+    from workbench.settings import FormatSettings, PairSettings
 
     target = arguments.second in ("nvfp4", "mxfp4")
-    analyze_arms(
+    second: tuple[Path, FormatSettings | None, str] = (Path(arguments.second), None, "auto")
+    if target:
+        second = (arguments.first, FormatSettings(name=arguments.second, rule=arguments.rule), "auto")
+    analyze_pairs(
         out=arguments.out,
-        source=arguments.source,
         source_arm="source",
-        arms={
-            "first": ArmNumerics(checkpoint=arguments.first),
-            "second": ArmNumerics(
-                checkpoint=arguments.first if target else Path(arguments.second),
-                requant_format=arguments.second if target else None,
-                requant_rule=arguments.rule,
-            ),
-        },
-        pairs=[("first", "second", None)],
+        pairs=(PairSettings(first="first", second="second"),),
+        arms={"source": (arguments.source, None, "none"), "first": (arguments.first, None, "auto"), "second": second},
         activations=arguments.activations,
-        resamples=arguments.bootstrap,
-        progress=Progress().counter("matrices"),
+        bootstrap=arguments.bootstrap,
+        progress=Progress().bar,
     )
     print(f"wrote tensors.parquet, gemm.parquet and analysis.json in {arguments.out}")
     return 0
@@ -359,7 +356,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--max-model-len", type=int, default=2048)
     serve.add_argument("--tensor-parallel-size", type=int, default=1)
     serve.add_argument("--name", help="the model name it answers to")
-    serve.add_argument("--log", metavar="FILE")
+    serve.add_argument("--log", metavar="FILE", default="workbench-serve.log", help="the engine's own output")
     serve.add_argument("--engine-arg", action="append", default=[], metavar="KEY=VALUE", help="any vLLM flag, verbatim")
     serve.add_argument("--engine-env", action="append", default=[], metavar="KEY=VALUE")
 

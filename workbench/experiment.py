@@ -210,34 +210,33 @@ class _Run:
     # ---- analyze -----------------------------------------------------------------------------------------------------
 
     def analyze(self) -> None:
-        from workbench.analysis.study import ArmNumerics, analyze_arms
+        from workbench.analysis.study import analyze_pairs
 
         self.say.stage("analyze")
         settings = self.settings
-        pairs = [(pair.first, pair.second, pair.direct) for pair in settings.analysis.pairs]
-        if not pairs:
+        if not settings.analysis.pairs:
             self.say.note("no analysis.pairs: nothing to analyze")
             return
-        named = {arm for pair in pairs for arm in pair if arm is not None}
-        analyze_arms(
+        named = {settings.baseline}
+        for pair in settings.analysis.pairs:
+            named |= {arm for arm in (pair.first, pair.second, pair.direct) if arm is not None}
+        analyze_pairs(
             out=self.folder.path,
-            source=self._path(settings.arms[settings.baseline]),
             source_arm=settings.baseline,
+            pairs=settings.analysis.pairs,
             arms={
-                name: ArmNumerics(
-                    checkpoint=self._path(arm),
-                    requant_format=arm.format.name if arm.format and arm.backend.kind == "requant" else None,
-                    requant_rule=arm.format.rule if arm.format and arm.backend.kind == "requant" else None,
-                    round_activations=arm.backend.kind != "reference" and arm.backend.activations != "none",
+                name: (
+                    self._path(arm),
+                    arm.format if arm.backend.kind == "requant" else None,
+                    "none" if arm.backend.kind == "reference" else arm.backend.activations,
                 )
                 for name, arm in settings.arms.items()
                 if name in named
             },
-            pairs=pairs,
             activations=self._activations() if settings.analysis.capture else None,
-            resamples=settings.analysis.bootstrap,
+            bootstrap=settings.analysis.bootstrap,
             seed=settings.seed,
-            progress=self.say.counter("matrices"),
+            progress=self.say.bar,
         )
 
     def _activations(self) -> Path:
@@ -290,7 +289,8 @@ class _Run:
                 request_order=arm.request_order,
                 max_length=engine.max_model_len,
                 seed=self.settings.seed,
-                fingerprint=endpoint.record().fingerprint,
+                fingerprint=_identity(endpoint.record()),
+                watch=endpoint.check,
                 progress=self.say.counter(f"{name}: answers"),
             )
             records.write_json(self.folder.path / "server" / f"{name}.json", endpoint.record())
@@ -316,10 +316,21 @@ class _Run:
             format=arm.format.name if arm.format else None,
             rule=arm.format.rule if arm.format else None,
             activations=arm.backend.activations,
-            exclude=arm.exclude if arm.exclude is not None else self.settings.model.exclude,
+            exclude=self._exclude(arm),
             kv_cache_dtype=arm.kv_cache_dtype,
             engine=EngineSpec(**values),
         )
+
+    def _exclude(self, arm: ArmSettings) -> tuple[str, ...]:
+        """An arm's own excludes; else the model's, where a backend must choose what to quantize: a checkpoint that is
+        quantized already says itself what it leaves out."""
+        from workbench.checkpoints import open_checkpoint
+
+        if arm.exclude is not None or arm.backend.kind != "requant" or self.settings.engine.kind == "external":
+            return arm.exclude or ()
+        with open_checkpoint(self._path(arm)) as checkpoint:
+            quantized = any(entry.quantized for entry in checkpoint.entries())
+        return () if quantized else self.settings.model.exclude
 
     # ---- compare, gate, report ---------------------------------------------------------------------------------------
 
@@ -363,6 +374,14 @@ class _Run:
                 command=runfolder.command_line(),
             )
         )
+
+
+def _identity(server: records.ServerRecord) -> str:
+    """What an endpoint computes: answers of an interrupted evaluation are taken over only under the same one."""
+    return "|".join(
+        (server.fingerprint, server.backend, server.weight_format, server.activation_format, server.activation_scale,
+         server.kv_cache_dtype, server.dtype, server.engine, server.engine_version)
+    )  # fmt: skip
 
 
 def _given(checkpoint: CheckpointSettings) -> bool:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from workbench.records import Evaluation, LintReport, Verdict
+
+T = TypeVar("T")
 
 
 class Progress:
@@ -59,6 +61,14 @@ class Progress:
                 self.note(f"{what}: {done} of {total}")
 
         return count
+
+    def bar(self, items: Iterable[T], total: int, what: str) -> Iterator[T]:
+        """Hand the items on, one by one, counting them as `counter` does."""
+        count = self.counter(what)
+        for done, item in enumerate(items):
+            count(done, total)
+            yield item
+        count(total, total)
 
     def verdict(self, verdict: Verdict, report: Path) -> None:
         self._line("")

@@ -195,7 +195,7 @@ class TaskScore:
 
     value, low, high: proportion in [0, 1] with a 95 % Wilson interval. n: items. filter: lm-eval's filter name.
     samples: the samples_*.jsonl, relative to the run folder. empty, invalid, truncated: answers that are empty / hold
-    nothing to extract / hit max_tokens (-1 where the harness does not tell). seconds: wall time of the arm's evaluation of this task's batch.
+    nothing to extract / hit max_tokens (-1 where the harness does not tell). seconds: wall time of the arm.
     """
 
     arm: str

@@ -2,8 +2,8 @@
 
     prompts = training_prompts(specs, 24, scratch=folder)
 
-Each prompt is what the evaluation would send (description and shots) for a document of the task's training or validation split,
-followed by that document's solution, so that prefill sees both the question's and the answer's tokens.
+Each prompt is what the evaluation would send (description and shots) for a document of the task's training or
+validation split, followed by that document's solution: prefill sees the tokens of questions and of answers.
 """
 
 from __future__ import annotations

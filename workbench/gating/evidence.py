@@ -1,0 +1,134 @@
+"""Checks on the evidence: is what lies here fit to judge an arm by? What is not makes the run invalid, never a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from workbench.gating.policy import Policy
+from workbench.records import Comparison, Evaluation, GateCheck, LintReport, TaskComparison, TaskScore
+from workbench.statistics import wilson_interval
+
+
+def check_lint(rules: Policy, lint: Mapping[str, LintReport]) -> list[GateCheck]:
+    """Lint errors of any arm that are not in `lint.allow` make the run invalid: its figures are about a faulty
+    checkpoint.
+
+    An arm that is only reported has its errors shown.
+    """
+    checks = []
+    for arm, report in lint.items():
+        errors = [finding for finding in report.errors if finding.check not in rules.lint_allow]
+        allowed = len(report.errors) - len(errors)
+        accepted = f" {allowed} more allowed by the policy." if allowed else ""
+        if errors:
+            first = errors[0]
+            ids = ", ".join(dict.fromkeys(finding.check for finding in errors))
+            where = f" ({first.tensor})" if first.tensor and first.tensor not in first.message else ""
+            reason = f"{len(errors)} lint errors ({ids}): {first.message}{where}.{accepted}"
+            status = "reported" if arm in rules.reported else "invalid"
+        else:
+            reason = f"no lint errors in {report.tensors} tensors, {len(report.checks)} checks.{accepted}"
+            status = "pass" if arm not in rules.reported else "reported"
+        checks.append(
+            GateCheck(
+                name="lint", arm=arm, status=status, reason=reason, value=float(len(errors)), limit=0.0, unit="errors"
+            )
+        )
+    return checks
+
+
+def check_evaluations(
+    rules: Policy, comparison: Comparison | None, evaluations: Mapping[str, Evaluation]
+) -> list[GateCheck]:
+    """Every gated arm must have been compared, on at least `min_items` items a task, with real answers."""
+    if comparison is None:
+        return [_invalid("evaluation", arm, "no answers were compared with the baseline's.") for arm in rules.gated]
+    checks = []
+    primary = [task for task in comparison.tasks if task.primary]
+    known = list(dict.fromkeys(task.task for task in comparison.tasks))
+    for arm in rules.gated:
+        judged = [task for task in primary if task.candidate == arm]
+        missing = [name for name in known if name not in {task.task for task in judged}]
+        if not judged:
+            checks.append(
+                _invalid("evaluation", arm, f"the arm has no evaluation to compare with {comparison.baseline}.")
+            )
+        elif missing:
+            checks.append(_invalid("evaluation", arm, f"the arm has no result for {', '.join(missing)}."))
+        for task in judged:
+            if task.n < rules.min_items:
+                reason = f"{task.n} items were scored, the policy asks for {rules.min_items}."
+                checks.append(_invalid(f"items {task.task}", arm, reason, task.n, rules.min_items, "items"))
+    for arm, evaluation in evaluations.items():
+        if arm == comparison.baseline or arm in rules.gated + rules.reported:
+            for score in evaluation.scores:
+                if score.primary:
+                    checks += _check_answers(rules, comparison.baseline, arm, score)
+    return checks
+
+
+def check_room(rules: Policy, comparison: Comparison) -> list[GateCheck]:
+    """A baseline at the level of guessing cannot lose the margin: no arm could fail, so a pass would say nothing.
+
+    Needed: the lower end of the baseline's 95 % interval lies more than the margin above chance.
+    """
+    checks = []
+    seen: dict[str, TaskComparison] = {}
+    for task in comparison.tasks:
+        if task.primary:
+            seen.setdefault(task.task, task)
+    for name, task in seen.items():
+        if task.n == 0:
+            continue
+        chance = rules.chance.get(name, 0.0)
+        low, _ = wilson_interval(task.both + task.lost, task.n)
+        room_pp = 100.0 * (low - chance)
+        if room_pp <= rules.margin(name):
+            reason = (
+                f"{comparison.baseline} has {100 * task.baseline_value:.1f} % right ({task.n} items, 95 % from "
+                f"{100 * low:.1f} %), chance is {100 * chance:.1f} %: no room to lose the margin of "
+                f"{rules.margin(name):g} pp."
+            )
+            checks.append(
+                _invalid(f"room to fall {name}", comparison.baseline, reason, room_pp, rules.margin(name), "pp")
+            )
+    return checks
+
+
+def _check_answers(rules: Policy, baseline: str, arm: str, score: TaskScore) -> list[GateCheck]:
+    """Empty and cut answers are usually the server's or the harness's doing; more than the policy allows is not
+    passed over.
+    """
+    checks = []
+    for what, count, limit in (
+        ("empty", score.empty, rules.max_empty_share),
+        ("truncated", score.truncated, rules.max_truncated_share),
+    ):
+        if limit is None or count < 0 or score.n == 0 or count <= limit * score.n:
+            continue
+        share = count / score.n
+        reason = (
+            f"{count} of {score.n} answers are {what} ({100 * share:.1f} %, the policy allows {100 * limit:g} %): "
+            "look at the server's log and at max_gen_toks before believing this score."
+        )
+        status = "invalid" if arm == baseline else ("inconclusive" if arm in rules.gated else "reported")
+        checks.append(
+            GateCheck(
+                name=f"{what} answers {score.task}",
+                arm=arm,
+                status=status,
+                reason=reason,
+                value=100.0 * share,
+                limit=100.0 * limit,
+                unit="%",
+            )
+        )
+    return checks
+
+
+def _invalid(
+    name: str, arm: str, reason: str, value: float = float("nan"), limit: float = float("nan"), unit: str = ""
+) -> GateCheck:
+    return GateCheck(
+        name=name, arm=arm, status="invalid", reason=reason, value=float(value), limit=float(limit), unit=unit
+    )
