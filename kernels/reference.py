@@ -23,7 +23,9 @@ from .tables import (
     E8M0_BIAS,
     E8M0_NAN,
     MXFP4_BLOCK,
+    MXFP4_MAX_SCALE_BYTE,
     NVFP4_BLOCK,
+    NVFP4_MIN_GLOBAL,
     ScaleRule,
 )
 
@@ -79,7 +81,8 @@ def e8m0_values(scale_bytes: Tensor) -> Tensor:
 def mxfp4_scale_bytes(amax: Tensor, rule: ScaleRule | str) -> Tensor:
     """Block maxima (float32, >= 0) to E8M0 bytes under `rule`; a zero block gets byte 0, NaN or infinity byte 255.
 
-    log2 is taken from the float's bits: float log2 errs near powers of two.
+    log2 is taken from the float's bits: float log2 errs near powers of two. The byte is at most 252, so that the
+    largest element, 6 * 2**125, is finite in float32 (maxima from 1.5 * 2**127 on saturate).
     """
     rule = ScaleRule(rule)
     amax = amax.float()
@@ -96,7 +99,7 @@ def mxfp4_scale_bytes(amax: Tensor, rule: ScaleRule | str) -> Tensor:
         k = floor_log2 + (significand > 1.5).int() - E2M1_EMAX  # ceil(log2(a/6)): a/6 = (significand/1.5) * 2**(e-2)
     else:
         raise ValueError(f"MXFP4 has no scale rule {rule.value!r}; choose floor, even, rceil or ceil")
-    byte = (k + E8M0_BIAS).clamp(0, 254)
+    byte = (k + E8M0_BIAS).clamp(0, MXFP4_MAX_SCALE_BYTE)
     byte = torch.where(amax == 0, torch.zeros_like(byte), byte)
     return torch.where(amax.isfinite(), byte, torch.full_like(byte, E8M0_NAN)).to(torch.uint8)
 
@@ -107,10 +110,12 @@ def mxfp4_scale_bytes(amax: Tensor, rule: ScaleRule | str) -> Tensor:
 def nvfp4_global_scale(amax: Tensor) -> Tensor:
     """Decode multiplier of a tensor with largest magnitude `amax`: amax / (6 * 448), float32; 1.0 for an all-zero one.
 
-    ModelOpt writes 0 for an all-zero matrix and NaN block scales with it; 1.0 keeps every stored value finite.
+    ModelOpt writes 0 for an all-zero matrix and NaN block scales with it; 1.0 keeps every stored value finite. For the
+    same reason it is at least 2**-118: below, 1 / global / block scale leaves float32 (amax < 9e-33 only).
     """
     amax = amax.float()
-    return torch.where(amax == 0, torch.ones_like(amax), amax / (E2M1_MAX * E4M3_MAX))
+    scale = (amax / (E2M1_MAX * E4M3_MAX)).clamp(min=NVFP4_MIN_GLOBAL)
+    return torch.where(amax == 0, torch.ones_like(amax), scale)
 
 
 def nvfp4_block_scales(amax_blocks: Tensor, global_scale: Tensor) -> Tensor:

@@ -21,7 +21,9 @@ E8M0_BIAS = 127  # byte b means 2**(b - 127); 255 is NaN (OCP MX v1.0, 5.4.1)
 E8M0_NAN = 255
 
 NVFP4_BLOCK = 16
+NVFP4_MIN_GLOBAL = 2.0**-118  # 1 / (2**-118 * 2**-9), the largest multiplier in use, is 2**127
 MXFP4_BLOCK = 32
+MXFP4_MAX_SCALE_BYTE = 252  # 6 * 2**125 is the largest product that float32 holds; 4 * 2**126 is infinite
 
 
 class ScaleRule(StrEnum):

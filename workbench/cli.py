@@ -80,6 +80,7 @@ def _lint(arguments: argparse.Namespace) -> int:
 
 def _quantize(arguments: argparse.Namespace) -> int:
     from workbench.checkpoints.convert import quantize_checkpoint
+    from workbench.progress import Progress
 
     amax = None
     if arguments.calibrate or arguments.activations:
@@ -87,7 +88,7 @@ def _quantize(arguments: argparse.Namespace) -> int:
 
         captured = read_activations(arguments.activations or _capture(arguments))
         amax = {module: captured.amax(module) for module in captured.modules() if captured.tokens_seen(module) > 0}
-    quantize_checkpoint(
+    result = quantize_checkpoint(
         arguments.source,
         arguments.destination,
         format=arguments.format,
@@ -96,9 +97,15 @@ def _quantize(arguments: argparse.Namespace) -> int:
         rule=arguments.rule,
         shared_globals=not arguments.no_shared_globals,
         input_amax=amax,
+        progress=Progress().counter("tensors"),
         overwrite=arguments.overwrite,
     )
-    print(f"wrote {arguments.destination}")
+    for warning in result.warnings:
+        print(f"warning: {warning}")
+    print(
+        f"wrote {result.path}: {len(result.quantized)} tensors quantized, {len(result.kept)} kept, "
+        f"{result.source_bytes / 1e6:.1f} MB -> {result.written_bytes / 1e6:.1f} MB"
+    )
     return 0
 
 

@@ -108,11 +108,15 @@ class _Run:
 
     def prepare(self) -> bool:
         """Every arm's checkpoint as a folder. False when a given one is so broken that nothing may be made from it."""
+        from workbench.checkpoints import open_checkpoint
+
         self.say.stage("prepare")
         arms = self.settings.arms
         given = {arm.checkpoint for arm in arms.values() if _given(arm.checkpoint)}
         for checkpoint in given:
             self.paths[checkpoint] = _existing(checkpoint, self._checkpoint_name(checkpoint))
+            with open_checkpoint(self.paths[checkpoint]):  # what cannot be read at all ends here
+                pass
         for name, arm in arms.items():
             if arm.checkpoint in given and self._lint_arm(name, arm).errors:
                 self.paths.update({a.checkpoint: Path() for a in arms.values() if a.checkpoint not in self.paths})
@@ -173,10 +177,19 @@ class _Run:
             return target
         amax = self._input_amax(recipe) if recipe.calibrate else None
         self.say.note(f"{name}: {recipe.format} in {recipe.dialect}'s dialect from {source}")
-        quantize_checkpoint(
-            source, target, format=recipe.format, dialect=recipe.dialect, exclude=recipe.exclude, rule=recipe.rule,
-            shared_globals=recipe.shared_globals, input_amax=amax,
-        )  # fmt: skip
+        result = quantize_checkpoint(
+            source,
+            target,
+            format=recipe.format,
+            dialect=recipe.dialect,
+            exclude=recipe.exclude,
+            rule=recipe.rule,
+            shared_globals=recipe.shared_globals,
+            input_amax=amax,
+            progress=self.say.counter("tensors"),
+        )
+        for warning in result.warnings:
+            self.say.note(f"  warning: {warning}")
         return target
 
     def _recipe_key(self, recipe: Recipe, fingerprint: str) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from workbench.errors import FormatError
-from workbench.kernels import reference
+from workbench.kernels import cpu, reference
 from workbench.kernels.tables import MXFP4_BLOCK, MXFP4_RULES, NVFP4_BLOCK, NVFP4_RULES, ScaleRule
 
 
@@ -18,7 +19,8 @@ class Format:
 
     block: elements of K that share a scale. bits: stored bits a weight, scales included. rules: scale rules, the
     default first. has_global: whether a float32 decode multiplier goes with the block scales.
-    quantize(w, rule, global_scale) -> (codes, block_scales, global_scale); dequantize is its inverse in float32;
+    quantize(w, rule, global_scale) -> (codes, block_scales, global_scale); dequantize is its inverse in float32, and
+    dequantize_cpu(..., dtype) the same bits from the faster CPU kernels, cast once;
     qdq_activation(x, rule, global_scale) rounds activations through the format.
     """
 
@@ -29,6 +31,7 @@ class Format:
     has_global: bool
     quantize: Callable[[Tensor, ScaleRule, Tensor | None], tuple[Tensor, Tensor, Tensor | None]]
     dequantize: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    dequantize_cpu: Callable[[Tensor, Tensor, Tensor | None, torch.dtype], Tensor]
     qdq_activation: Callable[[Tensor, ScaleRule, Tensor | None], Tensor]
 
     @property
@@ -47,9 +50,17 @@ class Format:
 
 
 def _nvfp4_dequantize(codes: Tensor, scales: Tensor, global_scale: Tensor | None) -> Tensor:
+    return reference.nvfp4_dequantize(codes, scales, _required(global_scale))
+
+
+def _nvfp4_dequantize_cpu(codes: Tensor, scales: Tensor, global_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return cpu.nvfp4_dequantize(codes, scales, _required(global_scale), dtype)
+
+
+def _required(global_scale: Tensor | None) -> Tensor:
     if global_scale is None:
         raise FormatError("an NVFP4 tensor without its global scale", fix="give the decode multiplier (float32)")
-    return reference.nvfp4_dequantize(codes, scales, global_scale)
+    return global_scale
 
 
 def _mxfp4_quantize(w: Tensor, rule: ScaleRule, global_scale: Tensor | None) -> tuple[Tensor, Tensor, None]:
@@ -68,6 +79,7 @@ FORMATS: dict[str, Format] = {
             has_global=True,
             quantize=lambda w, rule, g: reference.nvfp4_quantize(w, g),
             dequantize=_nvfp4_dequantize,
+            dequantize_cpu=_nvfp4_dequantize_cpu,
             qdq_activation=lambda x, rule, g: reference.nvfp4_qdq_activation(x, g),
         ),
         Format(
@@ -78,6 +90,7 @@ FORMATS: dict[str, Format] = {
             has_global=False,
             quantize=_mxfp4_quantize,
             dequantize=lambda codes, scales, g: reference.mxfp4_dequantize(codes, scales),
+            dequantize_cpu=lambda codes, scales, g, dtype: cpu.mxfp4_dequantize(codes, scales, dtype),
             qdq_activation=lambda x, rule, g: reference.mxfp4_qdq_activation(x, rule),
         ),
     )

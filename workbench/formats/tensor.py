@@ -2,6 +2,8 @@
 
     q = quantize(w_nk, "nvfp4")
     w_hat_nk = q.dequantize()
+
+Blocks run along K, the last dimension.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import FormatError
+from workbench.kernels.tables import NVFP4_MIN_GLOBAL
 
 from .table import Format, get_format
 
@@ -55,6 +58,8 @@ class QuantizedTensor:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Values `[..., N, K]`, exact in float32, then cast once to `dtype`."""
+        if self.codes.is_cpu:
+            return self.spec.dequantize_cpu(self.codes, self.block_scales, self.global_scale, dtype)
         return self.spec.dequantize(self.codes, self.block_scales, self.global_scale).to(dtype)
 
 
@@ -79,6 +84,11 @@ def quantize(
         raise FormatError(
             f"{name}: {bad} of {w.numel()} values are NaN or infinite; no FP4 code represents them",
             fix="repair the source checkpoint, or exclude this tensor (--exclude)",
+        )
+    if global_scale is not None and not bool((global_scale.isfinite() & (global_scale >= NVFP4_MIN_GLOBAL)).all()):
+        raise FormatError(
+            f"{name}: the given global scale {global_scale.min().item()} is no finite multiplier of at least 2**-118",
+            fix="give amax / (6 * 448) of the tensor or of its fused group",
         )
     codes, scales, used_global = spec.quantize(w, chosen, global_scale)
     return QuantizedTensor(

@@ -1,0 +1,86 @@
+"""From measured activation magnitudes to every quantized module's `input_scale`.
+
+    scales, notes = resolve_input_scales(modules, {"model.layers.1.mlp.experts.3.gate_proj": 4.2, ...})
+
+input_scale = amax / (6 * 448), the decode multiplier of NVFP4 activations as ModelOpt writes it. Modules that servers
+fuse (gate/up, q/k/v, q_a/kv_a) share the largest amax. A module without a measurement, above all an expert that no
+calibration token reached, takes:
+1. the largest amax of the same projection over the other experts of its layer;
+2. else ModelOpt's fallback amax 0.5 for an expert whose whole layer saw nothing.
+A zero, negative or non-finite amax counts as missing. A module outside the experts must have been measured. Source:
+nvidia-modelopt 0.47.0, `set_expert_quantizer_amax` (max over the calibrated experts, else 0.5).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from workbench.errors import CheckpointError
+from workbench.kernels.tables import E2M1_MAX, E4M3_MAX
+
+from .names import expert_peers, fusion_group
+
+FALLBACK_AMAX = 0.5
+
+
+def resolve_input_scales(
+    modules: Iterable[str], input_amax: Mapping[str, float], *, shared: bool = True
+) -> tuple[dict[str, float], list[str]]:
+    """Decode multipliers for `modules` and sentences about the ones that were filled in.
+
+    shared: fused modules take their group's largest amax. Raises CheckpointError for a module that is no expert and
+    has no usable measurement.
+    """
+    modules = list(modules)
+    amax = {m: float(input_amax[m]) for m in modules if _usable(input_amax.get(m))}
+    if shared:
+        amax = _share(modules, amax)
+    peers: dict[str, float] = {}
+    for module, value in amax.items():
+        peers[expert_peers(module)] = max(value, peers.get(expert_peers(module), 0.0))
+    from_peers: list[str] = []
+    from_fallback: list[str] = []
+    for module in modules:
+        if module in amax:
+            continue
+        key = expert_peers(module)
+        if key == module:
+            raise CheckpointError(
+                f"{module} has no measured input amax, and it is no expert that others could stand in for",
+                fix="calibrate on more text, or exclude the module",
+            )
+        (from_peers if key in peers else from_fallback).append(module)
+        amax[module] = peers.get(key, FALLBACK_AMAX)
+    notes = []
+    if from_peers:
+        notes.append(
+            f"{len(from_peers)} expert projections saw no calibration token; they take the largest input amax of their"
+            f" layer's other experts (first: {from_peers[0]})"
+        )
+    if from_fallback:
+        notes.append(
+            f"{len(from_fallback)} expert projections are in layers where no expert saw a token; they take input amax"
+            f" {FALLBACK_AMAX} (first: {from_fallback[0]})"
+        )
+    return {m: amax[m] / (E2M1_MAX * E4M3_MAX) for m in modules}, notes
+
+
+def _usable(value: float | None) -> bool:
+    return value is not None and math.isfinite(value) and value > 0
+
+
+def _share(modules: list[str], amax: dict[str, float]) -> dict[str, float]:
+    largest: dict[str, float] = {}
+    for module, value in amax.items():
+        group = fusion_group(module)
+        if group is not None:
+            largest[group] = max(value, largest.get(group, 0.0))
+    shared = {}
+    for module in modules:
+        group = fusion_group(module)
+        if group in largest:
+            shared[module] = largest[group]
+        elif module in amax:
+            shared[module] = amax[module]
+    return shared

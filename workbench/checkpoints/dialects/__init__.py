@@ -1,0 +1,54 @@
+"""Dialects: how each producer writes a checkpoint. A new one is a file here and a line in `DIALECTS`."""
+
+from __future__ import annotations
+
+from workbench.errors import CheckpointError
+
+from ..files import Folder, Problem
+from .base import Declaration, Dialect, Located, find_config_block
+from .modelopt import ModelOpt
+from .plain import Plain
+from .quark import Quark
+
+DIALECTS: dict[str, Dialect] = {d.name: d for d in (ModelOpt(), Quark(), Plain())}
+
+__all__ = ["DIALECTS", "Declaration", "Dialect", "Located", "choose_dialect", "get_dialect"]
+
+
+def get_dialect(name: str) -> Dialect:
+    """The dialect called `name`. Raises CheckpointError naming the choices."""
+    if name not in DIALECTS:
+        raise CheckpointError(f"unknown dialect {name!r}", fix=f"choose one of: {', '.join(DIALECTS)}")
+    return DIALECTS[name]
+
+
+def choose_dialect(folder: Folder) -> Dialect:
+    """The dialect a folder is written in: its config's word first, then the tensors' signature.
+
+    Raises CheckpointError for a quant_method that no dialect claims.
+    """
+    for dialect in DIALECTS.values():
+        if dialect.detect(folder):
+            return dialect
+    block = find_config_block(folder.config)
+    if block is not None:
+        method = block.get("quant_method")
+        raise CheckpointError(
+            f"{folder.path / 'config.json'}: quantization_config.quant_method is {method!r}, which this version does"
+            " not read",
+            fix=f"known: {', '.join(d for d in DIALECTS if d != 'plain')}; without a quantization_config: plain",
+        )
+    for dialect in DIALECTS.values():
+        if dialect.detect_tensors(folder):
+            folder.problems.append(
+                Problem(
+                    "exclude-conflict",
+                    "warning",
+                    f"the tensors are {dialect.name}'s, but config.json has no quantization_config: a server would load"
+                    " packed bytes as weights",
+                    file="config.json",
+                    fix="restore the producer's quantization_config",
+                )
+            )
+            return dialect
+    return DIALECTS["plain"]

@@ -1,0 +1,124 @@
+"""What a dialect is: one file with one subclass of `Dialect`.
+
+It recognizes its checkpoints (`detect`), says from names, dtypes and shapes alone which canonical tensors there are
+(`locate`), turns stored parts into a `QuantizedTensor` (`assemble`) and back (`disassemble`), and knows its config
+block (`declare`, `config_files`). Parts are stored tensors by role; `detail` holds whatever else a dialect needs to
+cut its tensor out of them (an expert's index in a fused stack, a row range, ...).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from workbench.errors import CheckpointError
+from workbench.formats import QuantizedTensor
+
+from ..files import Folder, Problem
+from ..match import matches_any
+
+Load = Callable[[str], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Located:
+    """One canonical tensor, found in the headers. shape: logical. parts: role -> stored tensor name."""
+
+    name: str
+    format: str
+    shape: tuple[int, ...]
+    parts: Mapping[str, str]
+    quantized: bool = False
+    detail: Any = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Declaration:
+    """What the config files claim. algorithm: the producer's word; format: canonical, "" where it varies by module.
+
+    excludes: patterns of modules that stay unquantized. modules: module or container name -> format, where the
+    producer lists them; listed_only: a module in no list is unquantized. conflicts: contradictions between files.
+    """
+
+    files: tuple[str, ...] = ()
+    algorithm: str = ""
+    format: str = ""
+    excludes: tuple[str, ...] = ()
+    modules: Mapping[str, str] = field(default_factory=dict)
+    listed_only: bool = False
+    conflicts: tuple[str, ...] = ()
+
+    def expects_quantized(self, module: str) -> bool:
+        """Whether the config says that the linear layer `module` is quantized."""
+        if not self.algorithm or matches_any(module, self.excludes):
+            return False
+        return not self.listed_only or any(module == m or module.startswith(m + ".") for m in self.modules)
+
+
+class Dialect(ABC):
+    """How one producer names, packs and declares quantized tensors."""
+
+    name: str
+    writes: tuple[str, ...]  # formats that `disassemble` can write
+
+    @abstractmethod
+    def detect(self, folder: Folder) -> bool:
+        """Whether this folder's config or side files name this dialect (tensor signatures: `detect_tensors`)."""
+
+    def detect_tensors(self, folder: Folder) -> bool:
+        """Whether the stored tensors alone bear this dialect's signature; asked when no config names a dialect."""
+        return False
+
+    @abstractmethod
+    def declare(self, folder: Folder) -> Declaration:
+        """Read the config block. Raises CheckpointError for a value this dialect does not know."""
+
+    @abstractmethod
+    def locate(self, folder: Folder, problems: list[Problem]) -> list[Located]:
+        """Every canonical tensor, from headers alone; what cannot be one goes to `problems`."""
+
+    @abstractmethod
+    def assemble(self, located: Located, load: Load) -> QuantizedTensor | torch.Tensor:
+        """Read the parts of one located tensor into canonical form."""
+
+    @abstractmethod
+    def disassemble(self, name: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
+        """Canonical tensor `name` (`<module>.weight`) to stored tensors by name."""
+
+    @abstractmethod
+    def config_files(
+        self, config: dict[str, Any], format: str, excludes: Iterable[str], static_activations: bool
+    ) -> dict[str, dict[str, Any]]:
+        """File name -> JSON to write, from the source's config without its quantization block."""
+
+
+def find_config_block(config: dict[str, Any]) -> dict[str, Any] | None:
+    """`quantization_config` (or the older `compression_config`), at the top or within `text_config`."""
+    for holder in (config, config.get("text_config") or {}):
+        for key in ("quantization_config", "compression_config"):
+            block = holder.get(key) if isinstance(holder, dict) else None
+            if isinstance(block, dict):
+                return block
+    return None
+
+
+def without_config_block(config: dict[str, Any]) -> dict[str, Any]:
+    """A copy of `config` without any quantization block."""
+    blocks = ("quantization_config", "compression_config")
+    copy = {k: v for k, v in config.items() if k not in blocks}
+    if isinstance(copy.get("text_config"), dict):
+        copy["text_config"] = {k: v for k, v in copy["text_config"].items() if k not in blocks}
+    return copy
+
+
+def string_list(value: Any, where: str) -> tuple[str, ...]:
+    """A list of strings from a config; None is empty. Raises CheckpointError naming `where`."""
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+        raise CheckpointError(f"{where} is {value!r}, expected a list of names", fix="repair the config")
+    return tuple(value)

@@ -1,0 +1,53 @@
+"""Plain checkpoints: BF16, F16 or F32 tensors under their own names, no quantization block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from workbench.errors import CheckpointError
+from workbench.formats import QuantizedTensor
+
+from ..files import Folder, Problem
+from .base import Declaration, Dialect, Load, Located, find_config_block, without_config_block
+from .fp4 import locate_plain
+
+_TORCH_DTYPE = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+
+
+class Plain(Dialect):
+    name = "plain"
+    writes = ("bf16", "f32")
+
+    def detect(self, folder: Folder) -> bool:
+        return False  # what no other dialect claims
+
+    def detect_tensors(self, folder: Folder) -> bool:
+        return False
+
+    def declare(self, folder: Folder) -> Declaration:
+        if find_config_block(folder.config) is not None:
+            raise CheckpointError(
+                f"{folder.path / 'config.json'} has a quantization_config; it is not plain", fix="leave out the dialect"
+            )
+        return Declaration()
+
+    def locate(self, folder: Folder, problems: list[Problem]) -> list[Located]:
+        located = (locate_plain(info, problems) for info in folder.tensors.values())
+        return [entry for entry in located if entry is not None]
+
+    def assemble(self, located: Located, load: Load) -> torch.Tensor:
+        return load(located.parts["values"])
+
+    def disassemble(self, name: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
+        raise CheckpointError(
+            f"{name} is {tensor.format}; a plain checkpoint holds no quantized tensors", fix="decode it (--format bf16)"
+        )
+
+    def config_files(
+        self, config: dict[str, Any], format: str, excludes: Iterable[str], static_activations: bool
+    ) -> dict[str, dict[str, Any]]:
+        key = "dtype" if "dtype" in config or "torch_dtype" not in config else "torch_dtype"
+        return {"config.json": {**without_config_block(config), key: _TORCH_DTYPE[format]}}
