@@ -1,122 +1,158 @@
-"""The analysis stage of a run: weight errors, matrix-product noise and their summary, from arms to files.
+"""An experiment's analysis: its pairs of arms -> tensors.parquet, gemm.parquet, analysis.json.
 
-    analyze_arms(out=run_dir, source=Path("kimi"), source_arm="source",
-                 arms={"nvfp4": ArmNumerics(checkpoint=Path("kimi-nvfp4")),
-                       "nvfp4_to_mxfp4": ArmNumerics(checkpoint=Path("kimi-nvfp4"), requant_format="mxfp4")},
-                 pairs=[("nvfp4", "nvfp4_to_mxfp4", None)], activations=run_dir / "activations.safetensors")
+    analyze_pairs(out=run_dir, source_arm="source", pairs=pairs, arms=arms, activations=file)
 
-Writes tensors.parquet, gemm.parquet and analysis.json into `out`, each when it is complete; one that exists is kept.
+A file that exists is not made again; a killed pass continues from its journal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from workbench.errors import ConfigError
+from workbench.formats import get_format
 from workbench.records import write_json
 
 from .algebra import RESAMPLES
 from .gemm import GemmArm, analyze_gemm
 from .inputs import Progress
-from .summary import summarize
-from .tensors import ArmPair, analyze_weights, write_frame
+from .summary import AnalysisSummary, summarize
+from .tensors import ArmPair, analyze_weights, read_frame, write_frame
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ArmNumerics:
-    """What an arm computes with: a checkpoint's weights, converted to `requant_format` where given, and whether
-    activations pass the weights' format (`round_activations`)."""
-
-    checkpoint: Path
-    requant_format: str | None = None
-    requant_rule: str | None = None
-    round_activations: bool = True
-
-
-def analyze_arms(
-    *,
-    out: Path,
-    source: Path,
-    source_arm: str,
-    arms: Mapping[str, ArmNumerics],
-    pairs: Sequence[tuple[str, str, str | None]],
-    activations: Path | None,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> None:
-    """Measure every (first, second, direct) of `pairs` and the matrix products of every arm they name.
-
-    Raises ConfigError for a pair that names no arm; CheckpointError naming the tensor where arms do not fit together.
-    """
+if TYPE_CHECKING:
     import pandas as pd
 
-    named = list(dict.fromkeys(arm for pair in pairs for arm in pair if arm is not None))
-    unknown = [arm for arm in named if arm not in arms]
-    if unknown:
-        raise ConfigError(f"the analysis names the arm {unknown[0]!r}", fix=f"arms: {', '.join(arms)}")
-    tensors_file, gemm_file = out / "tensors.parquet", out / "gemm.parquet"
-    if not tensors_file.exists():
-        chains = [_chain(arms, *pair) for pair in pairs]
-        frame = analyze_weights(
-            source=source, pairs=chains, source_arm=source_arm, journal=out / ".tensors.journal", resamples=resamples,
-            seed=seed, progress=progress,
-        )  # fmt: skip
-        write_frame(tensors_file, frame)
-    if not gemm_file.exists():
-        numerics = [_gemm_arm(name, arms[name]) for name in named]
-        frame = analyze_gemm(
-            source=source, arms=numerics, activations=activations, journal=out / ".gemm.journal", resamples=resamples,
-            seed=seed, progress=progress,
-        )  # fmt: skip
-        write_frame(gemm_file, frame)
-    write_json(out / "analysis.json", summarize(pd.read_parquet(tensors_file), pd.read_parquet(gemm_file)))
-    for journal in (".tensors.journal", ".gemm.journal"):
-        (out / journal).unlink(missing_ok=True)
+
+class Pair(Protocol):
+    """Names of arms: first, second = quantized from first, direct = the second format straight from the source."""
+
+    @property
+    def first(self) -> str: ...
+    @property
+    def second(self) -> str: ...
+    @property
+    def direct(self) -> str | None: ...
 
 
-def stored_format(checkpoint: Path) -> str:
-    """The format of a checkpoint's quantized matrices ("" when it has none; the most frequent of several)."""
-    from collections import Counter
+class TargetFormat(Protocol):
+    """What a requant arm converts to."""
 
-    from workbench.checkpoints import open_checkpoint
-
-    with open_checkpoint(checkpoint) as opened:
-        counts = Counter(entry.format for entry in opened.entries() if entry.quantized)
-    return counts.most_common(1)[0][0] if counts else ""
+    @property
+    def name(self) -> str: ...
+    @property
+    def rule(self) -> str | None: ...
 
 
-def _chain(arms: Mapping[str, ArmNumerics], first: str, second: str, direct: str | None) -> ArmPair:
-    after = arms[second]
-    converted = after.requant_format is not None
-    form = after.requant_format or stored_format(after.checkpoint)
-    rule = after.requant_rule or ("even" if form == "mxfp4" else "amax")
-    if converted and after.checkpoint != arms[first].checkpoint:
+Arm = tuple[Path, TargetFormat | None, str]
+"""An arm's checkpoint, what it is converted to as it loads (None: nothing), and its activations ("auto" or "none")."""
+
+
+def analyze_pairs(
+    *,
+    out: Path,
+    source_arm: str,
+    pairs: Sequence[Pair],
+    arms: Mapping[str, Arm],
+    activations: Path | None,
+    bootstrap: int = RESAMPLES,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> AnalysisSummary:
+    """Analyze every pair's weights and every named arm's matrix products; write the three files into `out`.
+
+    activations: captured layer inputs; None: N(0, 1) rows, and the table says so. Raises ConfigError for an arm that
+    does not exist or cannot be second, CheckpointError naming the tensor where arms do not fit, OutputError.
+    """
+    source = _arm(arms, source_arm)[0]
+    tensors = _table(
+        out / "tensors.parquet",
+        lambda journal: analyze_weights(
+            source=source,
+            source_arm=source_arm,
+            pairs=[_arm_pair(pair, arms) for pair in pairs],
+            journal=journal,
+            resamples=bootstrap,
+            seed=seed,
+            progress=progress,
+        ),
+    )
+    named = dict.fromkeys(name for pair in pairs for name in (pair.first, pair.second, pair.direct) if name)
+    gemm = _table(
+        out / "gemm.parquet",
+        lambda journal: analyze_gemm(
+            source=source,
+            arms=[_gemm_arm(name, arms) for name in named],
+            activations=activations,
+            journal=journal,
+            resamples=bootstrap,
+            seed=seed,
+            progress=progress,
+        ),
+    )
+    summary = summarize(tensors, gemm, seed=seed)
+    write_json(out / "analysis.json", summary)
+    return summary
+
+
+def _table(path: Path, make: Callable[[Path], pd.DataFrame]) -> pd.DataFrame:
+    """The table at `path`, made (through a journal beside it) when it is not there."""
+    if not path.is_file():
+        journal = path.with_name(f".{path.stem}.journal")
+        write_frame(path, make(journal))
+        journal.unlink(missing_ok=True)
+    return read_frame(path)
+
+
+def _arm_pair(pair: Pair, arms: Mapping[str, Arm]) -> ArmPair:
+    first_path, first_target, _ = _arm(arms, pair.first)
+    second_path, target, _ = _arm(arms, pair.second)
+    if first_target is not None:
         raise ConfigError(
-            f"analysis pair ({first}, {second}): {second} requantizes another checkpoint than {first}'s",
-            fix="let the second arm's checkpoint be the first's, or a stored one without requantization",
+            f"analysis.pairs: the first arm {pair.first!r} is converted as it loads; a first arm must be stored",
+            fix="name an arm whose checkpoint holds the first quantization",
         )
-    straight = arms[direct] if direct is not None else None
+    if target is not None and second_path != first_path:
+        raise ConfigError(
+            f"analysis.pairs: {pair.second!r} converts {second_path}, which is not the checkpoint of {pair.first!r}",
+            fix="give both arms the same checkpoint, or name another pair",
+        )
+    direct = None
+    if pair.direct:
+        direct_path, direct_target, _ = _arm(arms, pair.direct)
+        direct = None if direct_target is not None else direct_path
+    if target is None:
+        return ArmPair(
+            first=first_path,
+            first_arm=pair.first,
+            second_arm=pair.second,
+            second=second_path,
+            second_rule="",
+            direct=direct,
+        )
     return ArmPair(
-        first=arms[first].checkpoint,
-        first_arm=first,
-        second_arm=second,
-        second=None if converted else after.checkpoint,
-        second_format=form,
-        second_rule=rule,
-        direct=straight.checkpoint if straight is not None and straight.requant_format is None else None,
+        first=first_path,
+        first_arm=pair.first,
+        second_arm=pair.second,
+        second_format=target.name,
+        second_rule=get_format(target.name).rule(target.rule).value,
+        direct=direct,
     )
 
 
-def _gemm_arm(name: str, arm: ArmNumerics) -> GemmArm:
-    form = arm.requant_format or stored_format(arm.checkpoint)
-    rule = arm.requant_rule or ("even" if form == "mxfp4" else "amax")
+def _gemm_arm(name: str, arms: Mapping[str, Arm]) -> GemmArm:
+    path, target, activations = _arm(arms, name)
     return GemmArm(
         arm=name,
-        checkpoint=arm.checkpoint,
-        requant_format=arm.requant_format,
-        requant_rule=rule,
-        activation_format=form if arm.round_activations else "",
+        checkpoint=path,
+        requant_format=target.name if target else None,
+        requant_rule=target.rule if target else None,
+        activation_format="" if activations == "none" else "same",
     )
+
+
+def _arm(arms: Mapping[str, Arm], name: str) -> Arm:
+    if name not in arms:
+        raise ConfigError(f"the analysis names the arm {name!r}, which does not exist", fix=f"arms: {', '.join(arms)}")
+    return arms[name]

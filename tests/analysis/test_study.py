@@ -1,0 +1,107 @@
+"""An experiment's analysis end to end on files: three outputs, skipped when there, refused when arms do not fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from workbench.analysis.study import Arm, analyze_pairs
+from workbench.analysis.summary import AnalysisSummary, summarize
+from workbench.errors import ConfigError
+from workbench.records import read_json
+
+from .trio_checkpoints import MODULES, Trio
+
+
+@dataclass(frozen=True)
+class Pair:
+    first: str
+    second: str
+    direct: str | None = None
+
+
+@dataclass(frozen=True)
+class Target:
+    name: str
+    rule: str | None = None
+
+
+def arms_of(trio: Trio) -> dict[str, Arm]:
+    return {
+        "source": (trio.source, None, "none"),
+        "nvfp4": (trio.nvfp4, None, "auto"),
+        "nvfp4_to_mxfp4": (trio.nvfp4, Target("mxfp4"), "auto"),
+        "mxfp4_direct": (trio.mxfp4, None, "none"),
+    }
+
+
+def run(trio: Trio, out: Path, pair: Pair, **changes: object) -> AnalysisSummary:
+    settings = {"source_arm": "source", "arms": arms_of(trio), "activations": trio.activations, "bootstrap": 50}
+    return analyze_pairs(out=out, pairs=[pair], **(settings | changes))  # type: ignore[arg-type]
+
+
+def test_three_files_and_nothing_else(trio: Trio, tmp_path: Path) -> None:
+    labels = []
+
+    def noted(names, total, label):  # type: ignore[no-untyped-def]
+        labels.append((label, total))
+        return names
+
+    summary = run(trio, tmp_path, Pair("nvfp4", "nvfp4_to_mxfp4", "mxfp4_direct"), progress=noted)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["analysis.json", "gemm.parquet", "tensors.parquet"]
+    assert labels == [("weights", len(MODULES)), ("matrix products", len(MODULES))]
+    tensors, gemm = pd.read_parquet(tmp_path / "tensors.parquet"), pd.read_parquet(tmp_path / "gemm.parquet")
+    assert set(tensors["second_rule"]) == {"even"}  # the format's default, by name
+    assert set(gemm["arm"]) == {"nvfp4", "nvfp4_to_mxfp4", "mxfp4_direct"}
+    formats = dict(zip(gemm["arm"], gemm["activation_format"], strict=True))
+    assert formats == {"nvfp4": "nvfp4", "nvfp4_to_mxfp4": "mxfp4", "mxfp4_direct": ""}
+    stored = read_json(AnalysisSummary, tmp_path / "analysis.json")
+    assert stored.pairs[0].sqnr_total_db == summary.pairs[0].sqnr_total_db
+    assert {c.claim for c in stored.claims} == {c.claim for c in summary.claims}
+
+
+def test_tables_that_are_there_are_not_made_again(trio: Trio, tmp_path: Path) -> None:
+    pair = Pair("nvfp4", "nvfp4_to_mxfp4", "mxfp4_direct")
+    run(trio, tmp_path, pair)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+
+    def forbidden(names, total, label):  # type: ignore[no-untyped-def]
+        raise AssertionError(f"{label} measured again")
+
+    run(trio, tmp_path, pair, progress=forbidden)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+def test_two_stored_arms_are_a_pair_too(trio: Trio, tmp_path: Path) -> None:
+    summary = run(trio, tmp_path, Pair("nvfp4", "mxfp4_direct"))
+    frame = pd.read_parquet(tmp_path / "tensors.parquet")
+    assert set(frame["second_rule"]) == {""}
+    np.testing.assert_allclose(frame["sqnr_total_db"], frame["sqnr_direct_db"])  # the stored one is the direct one
+    assert summary.pairs[0].second_arm == "mxfp4_direct"
+
+
+@pytest.mark.parametrize(
+    ("pair", "message"),
+    [
+        (Pair("nvfp4_to_mxfp4", "mxfp4_direct"), "converted as it loads; a first arm must be stored"),
+        (Pair("mxfp4_direct", "nvfp4_to_mxfp4"), "not the checkpoint of 'mxfp4_direct'"),
+        (Pair("nvfp4", "missing"), "the arm 'missing', which does not exist"),
+    ],
+)
+def test_pairs_that_make_no_chain_are_refused(trio: Trio, tmp_path: Path, pair: Pair, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(trio, tmp_path, pair)
+
+
+def test_a_summary_of_a_model_with_seventy_thousand_matrices_stays_small(trio: Trio, tmp_path: Path) -> None:
+    run(trio, tmp_path, Pair("nvfp4", "nvfp4_to_mxfp4"))
+    frame = pd.read_parquet(tmp_path / "tensors.parquet")
+    large = pd.concat([frame] * (69_303 // len(frame) + 1), ignore_index=True)[:69_303]
+    got = summarize(large, None).pairs[0]
+    assert got.matrices == 69_303
+    assert got.sqnr_total_db.pooled_low < got.sqnr_total_db.pooled < got.sqnr_total_db.pooled_high
+    assert got.sqnr_total_db.pooled_high - got.sqnr_total_db.pooled_low < 0.02

@@ -1,0 +1,204 @@
+"""The report of a sample run: complete, self-contained, safe, small, the same numbers in Markdown."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from workbench.reporting import build_report
+from workbench.reporting.heatmap import make_heat_map
+
+from .sample_run import HOSTILE
+
+
+class Page(html.parser.HTMLParser):
+    """Tags, ids and links of a page; void and unclosed elements are checked by the stack."""
+
+    VOID = frozenset({"meta", "br", "img", "hr", "input", "link"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.stack: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.stack.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.stack, f"</{tag}> closes nothing"
+        assert self.stack.pop() == tag, f"</{tag}> at {self.getpos()}"
+
+
+@pytest.fixture(scope="module")
+def page(sample_run: Path) -> str:
+    return build_report(sample_run).read_text()
+
+
+def test_page_is_well_formed_with_unique_ids_and_working_anchors(page: str) -> None:
+    parsed = Page(page)
+    assert parsed.stack == []
+    ids = [attrs["id"] for _, attrs in parsed.tags if attrs.get("id")]
+    assert len(ids) == len(set(ids))
+    links = [attrs["href"] for tag, attrs in parsed.tags if tag == "a" and attrs.get("href")]
+    assert links
+    assert all(link is not None and link[1:] in ids for link in links)
+    for reference in re.findall(r"(?:href=\"#|url\(#)([\w-]+)", page):
+        assert reference in ids, reference
+
+
+def test_page_needs_no_network_and_no_script(page: str) -> None:
+    assert "default-src 'none'" in page
+    tags = Page(page).tags
+    assert not [tag for tag, _ in tags if tag in ("script", "link", "iframe", "object", "embed", "form")]
+    for _, attrs in tags:
+        for key, value in attrs.items():
+            assert not key.startswith("on"), (key, value)
+            if key in ("src", "href", "xlink:href", "data"):
+                assert value is not None
+                assert value.startswith(("#", "data:image/png;base64,")), value[:60]
+    assert "@import" not in page
+    assert "url(http" not in page
+
+
+def test_hostile_answers_are_text(page: str, sample_run: Path) -> None:
+    assert HOSTILE in (sample_run / "comparison.json").read_text().replace("\\'", "'")
+    assert HOSTILE not in page
+    assert "&lt;script&gt;alert" in page
+    assert "<script" not in (sample_run / "summary.md").read_text()
+
+
+def test_page_is_small_and_deterministic(page: str, sample_run: Path) -> None:
+    assert len(page.encode()) < 1_000_000
+    assert build_report(sample_run).read_text() == page
+
+
+def test_every_section_shows_its_records(page: str, sample_run: Path) -> None:
+    verdict = json.loads((sample_run / "verdict.json").read_text())
+    comparison = json.loads((sample_run / "comparison.json").read_text())
+    analysis = json.loads((sample_run / "analysis.json").read_text())
+    markdown = (sample_run / "summary.md").read_text()
+    text = page.replace("−", "-")
+    for shown in (text, markdown.replace("−", "-")):
+        assert verdict["policy_note"] in shown
+        assert verdict["headline"].split(":")[0] in shown
+        for task in comparison["tasks"]:
+            assert f"{task['loss_upper95_pp']:.2f}" in shown
+            assert f"{task['mde_pp']:.2f}" in shown
+        for figure in ("sqnr_first_db", "sqnr_total_db", "sqnr_direct_db", "loss_to_direct_db"):
+            assert f"{analysis['pairs'][0][figure]['pooled']:.2f}" in shown
+        for claim in analysis["claims"]:
+            assert f"{claim['measured']:.{2 if claim['unit'] else 3}f}" in shown
+            assert claim["holds"] in shown
+        assert "source_again is source again" in shown  # the noise floor, also when it is zero
+        assert shown.count("0.0 %") >= 3
+        assert "experiment=kimi_requant" in shown
+    for heading in ("Flips", "Matrix products", "Published figures", "Lint", "What was run", "lm_eval run"):
+        assert heading in page
+    assert "uncalibrated-experts" in page
+    assert "model.layers.2.mlp.experts.5.down_proj.weight:" in page  # a heat map cell's label
+
+
+def test_both_filters_of_one_task_are_shown(page: str) -> None:
+    assert "strict-match" in page
+    assert "flexible-extract" in page
+
+
+def test_an_empty_run_folder_says_what_is_missing(tmp_path: Path) -> None:
+    page = build_report(tmp_path).read_text()
+    Page(page)
+    for stage in ("gate", "evaluate", "compare", "analyze", "lint"):
+        assert f"the {stage} stage left no file" in page
+    assert "did not run" in (tmp_path / "summary.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [
+        "manifest.json", "config.yaml", "lint", "tensors.parquet", "gemm.parquet", "analysis.json", "server", "eval",
+        "comparison.json", "verdict.json",
+    ],
+)  # fmt: skip
+def test_any_file_may_be_missing(sample_run: Path, tmp_path: Path, missing: str) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(sample_run, run_dir)
+    target = run_dir / missing
+    shutil.rmtree(target) if target.is_dir() else target.unlink()
+    assert Page(build_report(run_dir).read_text()).stack == []
+
+
+def test_a_damaged_file_is_named(sample_run: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(sample_run, run_dir)
+    (run_dir / "verdict.json").write_text('{"schema_version": 99}')
+    (run_dir / "gemm.parquet").write_bytes(b"not parquet")
+    page = build_report(run_dir).read_text()
+    assert "verdict.json: Verdict: schema version 99" in page
+    assert "gemm.parquet:" in page
+
+
+def test_very_many_flips_are_cut_to_the_limit(sample_run: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(sample_run, run_dir)
+    comparison = json.loads((run_dir / "comparison.json").read_text())
+    long = {"question": "q " * 2000, "baseline_answer": "a " * 2000, "candidate_answer": "b " * 2000}
+    for task in comparison["tasks"]:
+        task["flips"] = [
+            {"task": task["task"], "filter": task["filter"], "doc_id": i, "direction": way, "target": "1"} | long
+            for i in range(200)
+            for way in ("lost", "gained")
+        ]
+    (run_dir / "comparison.json").write_text(json.dumps(comparison))
+    page = build_report(run_dir).read_text()
+    assert len(page.encode()) < 1_000_000
+    assert "more lost: see comparison.json" in page
+
+
+def test_heat_map_of_a_large_model_joins_experts_and_keeps_the_worst() -> None:
+    rows = [
+        {"name": f"model.layers.{layer}.mlp.experts.{e}.gate_proj.weight", "layer": layer, "expert": e,
+         "projection": "gate_proj", "shared_expert": False, "sqnr_total_db": 17.0}
+        for layer in range(60) for e in range(384)
+    ]  # fmt: skip
+    frame = pd.DataFrame(rows)
+    frame.loc[5 * 384 + 100, "sqnr_total_db"] = 3.0
+    heat_map = make_heat_map(frame, "sqnr_total_db", "title", budget=1000)
+    assert heat_map is not None
+    (panel,) = heat_map.panels
+    assert len(panel.cells) <= 1100
+    assert panel.joined == 24
+    dark = [cell for cell in panel.cells if cell.step == 0]
+    assert len(dark) == 1
+    assert "experts.100.gate_proj.weight: 3.00 dB (worst of 24)" in dark[0].label
+    assert make_heat_map(frame.assign(sqnr_total_db=np.nan), "sqnr_total_db", "title", budget=9) is None
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+@pytest.mark.parametrize("width", [1200, 500])
+def test_a_browser_draws_the_page(sample_run: Path, tmp_path: Path, width: int) -> None:
+    page = build_report(sample_run)
+    command = [
+        "chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+        "--hide-scrollbars",
+        f"--window-size={width},900", f"--user-data-dir={tmp_path}", f"--screenshot={tmp_path}/page.png", page.as_uri(),
+    ]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    import matplotlib.image
+
+    image = matplotlib.image.imread(tmp_path / "page.png")
+    assert image.shape[:2] == (900, width)
+    assert len(np.unique(image[..., :3].reshape(-1, 3), axis=0)) > 50  # text and colours were drawn

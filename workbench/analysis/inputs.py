@@ -1,0 +1,37 @@
+"""The checkpoints of one analysis: each folder opened once, all closed together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+Progress = Callable[[Iterable[str], int, str], Iterable[str]]
+"""progress(names, total, label) hands the names on, one by one, and shows how far it is."""
+
+
+class OpenCheckpoints:
+    """Folders opened through `workbench.checkpoints`, closed with `stack`."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._opened: dict[str, Any] = {}
+
+    def open(self, path: str | Path) -> Any:
+        """The checkpoint at `path` (a folder, or hf://org/name). Raises CheckpointError as `open_checkpoint` does."""
+        from workbench.checkpoints import open_checkpoint
+
+        key = str(path)
+        if key not in self._opened:
+            self._opened[key] = self._stack.enter_context(open_checkpoint(path))
+        return self._opened[key]
+
+    def fingerprints(self) -> dict[str, str]:
+        """Fingerprint by path of everything opened so far."""
+        return {path: checkpoint.fingerprint() for path, checkpoint in sorted(self._opened.items())}
+
+
+def shown(names: list[str], label: str, progress: Progress | None) -> Iterable[str]:
+    """`names`, through `progress` where there is one."""
+    return names if progress is None else progress(names, len(names), label)

@@ -1,0 +1,210 @@
+"""Figures as inline SVG that follow the page's colours: matplotlib draws, sentinel colours become CSS variables.
+
+Every function returns an SVG string, or "" where there is nothing to draw. Output is deterministic (fixed ids, no
+date), text stays text, and each figure stays within a few tens of KiB: dense data is drawn as a small embedded image.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .text import real
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from workbench.records import TaskScore
+
+_INK, _MUTED = "#010203", "#040506"  # replaced by var(--ink) and var(--muted)
+_ARMS = ("#4f86c6", "#ee6677", "#228833", "#b8860b", "#66ccee", "#aa3377", "#888888")  # readable on light and dark
+_MAX_POINTS = 600
+
+
+def arm_colors(arms: Sequence[str]) -> dict[str, str]:
+    """A colour per arm, the same in every figure."""
+    return {arm: _ARMS[i % len(_ARMS)] for i, arm in enumerate(arms)}
+
+
+def draw_scores(scores: Sequence[TaskScore], colors: Mapping[str, str]) -> str:
+    """Scores with their 95 % intervals: a group of whiskers per (task, filter), a whisker per arm."""
+    groups = list(dict.fromkeys((s.task, s.filter) for s in scores))
+    arms = [arm for arm in colors if any(s.arm == arm for s in scores)]
+    if not groups:
+        return ""
+    height = 0.55 + sum(0.2 * len(arms) + 0.3 for _ in groups)
+    figure, axes = _figure(7.4, height)
+    y, ticks = 0.0, []
+    for task, name in groups:
+        start = y
+        for arm in arms:
+            for s in (s for s in scores if (s.task, s.filter, s.arm) == (task, name, arm)):
+                low, high = max(0.0, s.value - s.low), max(0.0, s.high - s.value)
+                axes.errorbar(
+                    100 * s.value, y, xerr=[[100 * low], [100 * high]], fmt="o", ms=4, lw=1.4, capsize=2.5,
+                    color=colors[arm],
+                )  # fmt: skip
+            y += 1.0
+        ticks.append(((start + y - 1.0) / 2, f"{task}\n{name}"))
+        y += 1.2
+    axes.set_yticks([t for t, _ in ticks], [label for _, label in ticks])
+    axes.invert_yaxis()
+    axes.set_xlabel("score in %, 95 % Wilson interval")
+    axes.grid(axis="x", color=_MUTED, alpha=0.25, lw=0.6)
+    _legend(axes, {arm: colors[arm] for arm in arms}, marker="o")
+    return _svg(figure, "Scores of every arm with 95 % intervals", "scores")
+
+
+def draw_density(density: Mapping[str, Any] | None, label: str) -> str:
+    """The joint density of e1 and e2, each over its matrix's rms; stronger is denser."""
+    counts = np.array((density or {}).get("counts") or [[0]], dtype=np.float64)
+    if counts.sum() == 0:
+        return ""
+    limit = real((density or {})["limit"])
+    figure, axes = _figure(3.5, 3.3)
+    shade = np.sqrt(counts.T / np.quantile(counts, 0.995)).clip(0, 1)
+    image = np.zeros((*shade.shape, 4))
+    image[..., :3] = (0x4F / 255, 0x86 / 255, 0xC6 / 255)
+    image[..., 3] = shade
+    axes.imshow(image, origin="lower", extent=(-limit, limit, -limit, limit), interpolation="nearest")
+    axes.axhline(0, color=_MUTED, lw=0.6)
+    axes.axvline(0, color=_MUTED, lw=0.6)
+    axes.set_xlabel("e1 / rms(e1)")
+    axes.set_ylabel("e2 / rms(e2)")
+    return _svg(figure, f"Joint density of the first and second error, {label}", "density")
+
+
+def draw_correlations(frame: pd.DataFrame, label: str) -> str:
+    """Histogram of corr(e1, e2) over matrices."""
+    values = _finite(frame["corr_e1_e2"])
+    if not len(values):
+        return ""
+    figure, axes = _figure(3.5, 3.3)
+    bins = min(40, max(8, math.ceil(math.sqrt(len(values)))))
+    axes.hist(values, bins=bins, color=_ARMS[0], alpha=0.85)
+    axes.axvline(0, color=_INK, lw=0.8)
+    axes.axvline(float(np.mean(values)), color=_ARMS[1], lw=1.4, ls="--")
+    axes.locator_params(axis="x", nbins=5)
+    axes.set_xlabel("corr(e1, e2)")
+    axes.set_ylabel("matrices")
+    return _svg(figure, f"Histogram of the correlation of e1 and e2, {label}", "corr")
+
+
+def draw_phase(frame: pd.DataFrame, label: str) -> str:
+    """corr(e1, e2) of each matrix against the octave phase of the first format's global scale."""
+    rows = frame[(frame["first_global_scale"] > 0) & frame["corr_e1_e2"].notna()]
+    if not len(rows):
+        return ""
+    rows = rows.iloc[:: math.ceil(len(rows) / _MAX_POINTS)]
+    phase = np.log2(rows["first_global_scale"].to_numpy(np.float64)) % 1.0
+    figure, axes = _figure(3.5, 3.3)
+    axes.scatter(phase, rows["corr_e1_e2"], s=9, color=_ARMS[0], alpha=0.75, lw=0)
+    axes.axhline(0, color=_INK, lw=0.8)
+    axes.set_xlim(0, 1)
+    axes.set_xlabel("frac(log2(global scale))")
+    axes.set_ylabel("corr(e1, e2)")
+    return _svg(figure, f"Correlation of e1 and e2 against the global scale's phase, {label}", "phase")
+
+
+def draw_gemm(frame: pd.DataFrame, arms: Sequence[str]) -> str:
+    """Output SQNR per layer, a panel per arm: weight-only and weight + activation (mean, minimum to maximum)."""
+    frame = frame[(frame["tokens"] > 0) & np.isfinite(frame["sqnr_db"])]
+    arms = [arm for arm in arms if (frame["arm"] == arm).any()]
+    if not arms:
+        return ""
+    figure, grid = _figure(1.2 + 2.3 * len(arms), 2.9, columns=len(arms))
+    kinds = {"weight": (_ARMS[0], "o"), "both": (_ARMS[1], "s")}
+    for axes, arm in zip(grid, arms, strict=True):
+        rows = frame[frame["arm"] == arm]
+        for kind, (color, marker) in kinds.items():
+            stats = rows[rows["kind"] == kind].groupby("layer")["sqnr_db"].agg(["mean", "min", "max"])
+            axes.fill_between(stats.index, stats["min"], stats["max"], color=color, alpha=0.15, lw=0)
+            axes.plot(stats.index, stats["mean"], color=color, marker=marker, ms=3.5, lw=1.3)
+        weights = rows[rows["kind"] == "weight"]
+        weights = weights[np.isfinite(weights["weight_sqnr_db"])].groupby("layer")["weight_sqnr_db"].mean()
+        axes.plot(weights.index, weights, color=_INK, lw=1.0, ls="--")
+        axes.set_title(arm, fontsize=9, color=_INK)
+        axes.set_xlabel("layer")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.grid(axis="y", color=_MUTED, alpha=0.25, lw=0.6)
+    grid[0].set_ylabel("SQNR, dB")
+    names = {"weights rounded": _ARMS[0], "weights and activations": _ARMS[1], "the weights' own SQNR": _INK}
+    figure.legend(
+        handles=[_handle(color, "--" if color == _INK else "-") for color in names.values()],
+        labels=list(names), loc="outside upper center", ncols=3, frameon=False, fontsize=8, labelcolor=_INK,
+    )  # fmt: skip
+    return _svg(figure, "Output SQNR of the matrix products by layer", "gemm")
+
+
+# ---- matplotlib ------------------------------------------------------------------------------------------------------
+
+
+def _figure(width: float, height: float, columns: int = 0) -> tuple[Any, Any]:
+    """A figure and its axes (a list of axes sharing y where `columns` is given), in the page's colours."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    figure.patch.set_alpha(0)
+    grid = figure.subplots(1, max(1, columns), sharey=True, squeeze=False)[0]
+    for axes in grid:
+        axes.patch.set_alpha(0)
+        axes.tick_params(colors=_INK, labelsize=8)
+        axes.xaxis.label.set(color=_INK, size=8.5)
+        axes.yaxis.label.set(color=_INK, size=8.5)
+        for side, spine in axes.spines.items():
+            spine.set_color(_MUTED)
+            spine.set_visible(side in ("left", "bottom"))
+    return figure, list(grid) if columns else grid[0]
+
+
+def _handle(color: str, style: str = "-", marker: str = "") -> Any:
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], color=color, ls="" if marker else style, marker=marker, ms=4)
+
+
+def _legend(axes: Axes, colors: Mapping[str, str], marker: str) -> None:
+    axes.legend(
+        handles=[_handle(color, marker=marker) for color in colors.values()], labels=list(colors), frameon=False,
+        fontsize=8, labelcolor=_INK, loc="upper left", bbox_to_anchor=(1.0, 1.0),
+    )  # fmt: skip
+
+
+def _svg(figure: Figure, title: str, salt: str) -> str:
+    """The figure as an <svg> element: themed, titled, scaled by its box, without a date."""
+    import matplotlib
+    from markupsafe import escape
+
+    settings = {"svg.fonttype": "none", "svg.hashsalt": salt, "font.family": "sans-serif"}
+    buffer = io.StringIO()
+    with matplotlib.rc_context(settings):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    width = float(re.search(r'width="([\d.]+)pt"', svg).group(1))  # type: ignore[union-attr]
+    svg = re.sub(r' (?:width|height)="[\d.]+pt"', "", svg, count=2)
+    svg = svg.replace(_INK, "var(--ink)").replace(_MUTED, "var(--muted)")
+    svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font: \1px var(--sans)", svg)
+    svg = svg.replace("<svg ", f'<svg role="img" style="max-width:{width * 4 / 3:.0f}px" ', 1)
+    svg = re.sub(r"(<svg [^>]*>)", lambda m: f"{m.group(1)}<title>{escape(title)}</title>", svg, count=1)
+    return _unique_ids(svg, salt)
+
+
+def _unique_ids(svg: str, prefix: str) -> str:
+    """Ids of several figures in one page must not clash."""
+    svg = re.sub(r'id="([^"]+)"', rf'id="{prefix}-\1"', svg)
+    svg = re.sub(r'href="#([^"]+)"', rf'href="#{prefix}-\1"', svg)
+    return re.sub(r"url\(#([^)]+)\)", rf"url(#{prefix}-\1)", svg)
+
+
+def _finite(column: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
+    values = column.to_numpy(np.float64)
+    return values[np.isfinite(values)]
