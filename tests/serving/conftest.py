@@ -1,0 +1,110 @@
+"""One subprocess runs every in-process engine of these tests; its results are shared by all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from tiny_models import make_deepseek, make_prompts, make_qwen
+
+EXCLUDED = "model.layers.1.mlp.shared_experts"
+
+
+@dataclass(frozen=True)
+class EngineResults:
+    """folder: checkpoints by name. prompts: token ids. jobs: {key: what engine_jobs.py saved}."""
+
+    folder: Path
+    prompts: list[list[int]]
+    jobs: dict[str, dict]
+
+    def audit(self, key: str) -> dict:
+        return json.loads((self.folder / f"{key}.audit.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory) -> Path:
+    """Tiny models and what was made of them: <model>, _nvfp4, _static (with input scales), _mxfp4, _dense, _f32."""
+    from workbench.checkpoints.convert import quantize_checkpoint
+
+    folder = tmp_path_factory.mktemp("engine")
+    for name, make in (("deepseek", make_deepseek), ("qwen", make_qwen)):
+        source = make(folder / name)
+        nvfp4 = folder / f"{name}_nvfp4"
+        quantize_checkpoint(source, nvfp4, format="nvfp4", dialect="modelopt")
+        quantize_checkpoint(nvfp4, folder / f"{name}_mxfp4", format="mxfp4", dialect="quark")
+        quantize_checkpoint(nvfp4, folder / f"{name}_dense", format="bf16", dialect="plain")
+        quantize_checkpoint(nvfp4, folder / f"{name}_f32", format="f32", dialect="plain")
+    quantize_checkpoint(
+        folder / "qwen", folder / "qwen_static", format="nvfp4", dialect="modelopt", input_amax=_amax(folder / "qwen")
+    )
+    return folder
+
+
+@pytest.fixture(scope="session")
+def engine(checkpoints) -> EngineResults:
+    """Every engine run of these tests, in one process of about a minute."""
+    prompts = make_prompts()
+    jobs: list[dict] = []
+
+    def add(key: str, checkpoint: str, dtype: str = "bfloat16", *, activations_file: str = "", **settings) -> None:
+        settings |= {"checkpoint": str(checkpoints / checkpoint), "audit": str(checkpoints / f"{key}.audit.json")}
+        jobs.append(
+            {
+                "key": key,
+                "settings": settings,
+                "dtype": dtype,
+                "prompts": prompts,
+                "new_tokens": 1 if activations_file else 4,
+                "activations": activations_file,
+            }
+        )
+
+    for model in ("deepseek", "qwen"):
+        add(f"{model}_weight_only", f"{model}_nvfp4", backend="emulation", activations="none")
+        add(f"{model}_dense", f"{model}_dense")
+    add("deepseek_reference", "deepseek_nvfp4")
+    add("deepseek_requant", "deepseek_nvfp4", backend="requant", format="mxfp4", exclude=[EXCLUDED])
+    add("deepseek_mxfp4", "deepseek_mxfp4", backend="emulation", exclude=[EXCLUDED])
+    add("deepseek_exact", "deepseek_nvfp4", "float32", backend="emulation")
+    add("qwen_exact", "qwen_static", "float32", backend="emulation")
+    add("qwen_direct", "qwen", backend="requant", format="mxfp4")
+    add("deepseek_capture", "deepseek", "float32", capture=True, activations_file=str(checkpoints / "captured"))
+    (checkpoints / "jobs.json").write_text(json.dumps(jobs))
+    script = Path(__file__).with_name("engine_jobs.py")
+    with (checkpoints / "engine.log").open("wb") as log:
+        code = subprocess.run(
+            [sys.executable, str(script), str(checkpoints / "jobs.json"), str(checkpoints / "results.pt")],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
+            check=False,
+        ).returncode
+    assert code == 0, (checkpoints / "engine.log").read_text(errors="replace")[-4000:]
+    results = torch.load(checkpoints / "results.pt", weights_only=False)
+    failed = {k: r["error"] for k, r in results.items() if "error" in r}
+    assert not failed, failed
+    return EngineResults(checkpoints, prompts, results)
+
+
+def _amax(path: Path) -> dict[str, float]:
+    """Largest inputs of every module on the test prompts, by the oracle."""
+    from oracle import prompt_logprobs
+
+    largest: dict[str, float] = {}
+
+    def note(module: str, x: torch.Tensor) -> torch.Tensor:
+        largest[module] = max(largest.get(module, 0.0), float(x.abs().amax()))
+        return x
+
+    prompt_logprobs(path, make_prompts(), note)
+    return largest

@@ -1,0 +1,115 @@
+"""Runs a list of engine jobs in one process (vLLM in process) and saves what the tests compare.
+
+    python engine_jobs.py jobs.json results.pt
+
+A job: {"key", "settings" (PluginSettings as a dict), "dtype", "prompts", "new_tokens", "activations" (file or "")}.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+
+import torch
+
+
+def main(jobs_path: str, results_path: str) -> None:
+    results = {}
+    with open(jobs_path) as stream:
+        jobs = json.load(stream)
+    for job in jobs:
+        try:
+            results[job["key"]] = run_job(job)
+        except Exception as error:  # a job that must fail is a test too
+            results[job["key"]] = {"error": f"{type(error).__name__}: {error}", "fix": getattr(error, "fix", "")}
+    torch.save(results, results_path)
+
+
+def run_job(job: dict) -> dict:
+    from vllm import LLM, SamplingParams
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    from workbench.serving import command
+    from workbench.serving.vllm_plugin.settings import PluginSettings
+
+    settings = PluginSettings.from_dict(job["settings"])
+    exact_mla = command.uses_mla(settings.checkpoint) and job["dtype"] != "bfloat16"
+    llm = None
+    try:
+        llm = LLM(
+            model=settings.checkpoint,
+            skip_tokenizer_init=True,
+            dtype=job["dtype"],
+            load_format="workbench",
+            model_loader_extra_config=settings.to_dict(),
+            hf_overrides=command.hf_overrides(settings),
+            enforce_eager=True,
+            enable_prefix_caching=False,
+            max_model_len=512,
+            max_num_seqs=8,
+            kv_cache_memory_bytes=64 << 20,
+            attention_backend="CPU_MLA" if exact_mla else None,
+        )
+        facts = llm.apply_model(describe_memory)[0]
+        recorder = llm.llm_engine.vllm_config.quant_config.recorder if job.get("activations") else None
+        if recorder is not None:
+            recorder.enabled, recorder.limit = True, 4096
+        new_tokens = job.get("new_tokens", 1)
+        sampling = SamplingParams(
+            max_tokens=new_tokens, temperature=0, prompt_logprobs=1, logprobs=1, ignore_eos=True, detokenize=False
+        )
+        outputs = llm.generate([{"prompt_token_ids": p} for p in job["prompts"]], sampling, use_tqdm=False)
+        after = llm.apply_model(describe_memory)[0]
+        if recorder is not None:
+            from pathlib import Path
+
+            config = llm.llm_engine.vllm_config.quant_config
+            recorder.write(Path(job["activations"]), expected=list(config.capturable), metadata={})
+        prompt, generated = [], []
+        for output in outputs:
+            for token, entry in list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))[1:]:
+                prompt.append(entry[token].logprob)
+            for token, entry in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True):
+                generated.append((token, entry[token].logprob))
+        return {
+            "prompt": torch.tensor(prompt, dtype=torch.float64),
+            "generated": generated,
+            "before": facts,
+            "after": after,
+        }
+    finally:
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def describe_memory(model) -> dict:
+    """Parameters of the packed modules, and every dense tensor alive in this process by shape."""
+    packed = {}
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if type(method).__name__ in ("PackedLinearMethod", "PackedMoEMethod"):
+            held = {n: _bytes(p) for n, p in module.named_parameters(recurse=False) if "bias" not in n}
+            extra = [n for n, b in module.named_buffers(recurse=False) if b is not None and b.is_floating_point()]
+            packed[name] = {"parameters": held, "float_buffers": extra}
+    dense = []
+    for thing in gc.get_objects():
+        if not issubclass(type(thing), torch.Tensor):  # isinstance would follow dead weak references
+            continue
+        if thing.dtype in (torch.bfloat16, torch.float32) and thing.dim() >= 2:
+            dense.append(tuple(int(n) for n in thing.shape if isinstance(n, int)))
+    return {"packed": packed, "dense_shapes": dense}
+
+
+def _bytes(parameter: torch.Tensor) -> torch.Tensor:
+    """A plain uint8 copy (vLLM's parameter classes cannot be pickled)."""
+    plain = parameter.detach().as_subclass(torch.Tensor).contiguous().view(torch.uint8)
+    return torch.from_numpy(plain.numpy().copy())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

@@ -1,0 +1,170 @@
+"""The real engine, in process, on tiny models: what the plugin computes, holds in memory and reports."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import EXCLUDED
+from oracle import prompt_logprobs
+from workbench.kernels import reference
+
+from workbench.checkpoints import open_checkpoint
+from workbench.formats import quantize
+from workbench.formats.activations import read_activations
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.mark.parametrize("model", ["deepseek", "qwen"])
+def test_weight_only_emulation_equals_the_dequantized_model_bit_for_bit(engine, model):
+    # bfloat16: packed weights against the same model stored decoded and run by vLLM's own unquantized layers.
+    packed, dense = engine.jobs[f"{model}_weight_only"], engine.jobs[f"{model}_dense"]
+    assert torch.equal(packed["prompt"], dense["prompt"])
+    assert packed["generated"] == dense["generated"]
+
+
+def test_reference_backend_equals_the_dequantized_checkpoint(engine):
+    assert torch.equal(engine.jobs["deepseek_reference"]["prompt"], engine.jobs["deepseek_dense"]["prompt"])
+
+
+def test_requantization_at_load_equals_the_converted_checkpoint(engine):
+    at_load, converted = engine.jobs["deepseek_requant"], engine.jobs["deepseek_mxfp4"]
+    loaded = at_load["before"]["packed"]
+    assert loaded
+    assert loaded.keys() == converted["before"]["packed"].keys()
+    with open_checkpoint(engine.folder / "deepseek_nvfp4") as checkpoint:
+        stored = checkpoint.read("model.layers.2.mlp.experts.5.down_proj.weight").dequantize(torch.float32)
+    expected = quantize(stored, "mxfp4")
+    experts = loaded["model.layers.2.mlp.experts.routed_experts"]["parameters"]
+    assert torch.equal(experts["w2_weight"][5], expected.codes)
+    assert torch.equal(experts["w2_weight_scale"][5], expected.block_scales)
+    for name, module in loaded.items():
+        for parameter, data in module["parameters"].items():
+            assert torch.equal(data, converted["before"]["packed"][name]["parameters"][parameter]), (name, parameter)
+
+
+def test_direct_quantization_at_load_stores_quantize_of_the_source(engine):
+    with open_checkpoint(engine.folder / "qwen") as checkpoint:
+        parts = [quantize(checkpoint.read(f"model.layers.0.self_attn.{p}_proj.weight").float(), "mxfp4") for p in "qkv"]
+    held = engine.jobs["qwen_direct"]["before"]["packed"]["model.layers.0.self_attn.qkv_proj"]["parameters"]
+    assert torch.equal(held["weight"], torch.cat([p.codes for p in parts]))
+    assert torch.equal(held["weight_scale"], torch.cat([p.block_scales for p in parts]))
+
+
+def test_dynamic_weights_and_activations_match_transformers_in_float32(engine):
+    # Band: the two sides sum in another order (1e-6), which now and then moves a value over an FP4 rounding boundary.
+    def visit(module, x):
+        return x if module.endswith((".gate", "kv_b_proj")) else reference.nvfp4_qdq_activation(x)
+
+    oracle = prompt_logprobs(engine.folder / "deepseek_f32", engine.prompts, visit)
+    difference = (engine.jobs["deepseek_exact"]["prompt"] - oracle).abs()
+    plain = prompt_logprobs(engine.folder / "deepseek_f32", engine.prompts, lambda module, x: x)
+    effect = (plain - oracle).abs().mean()
+    assert difference.median() < 1e-4
+    assert difference.mean() < 0.05 * effect
+
+
+def test_static_weights_and_activations_match_transformers_in_float32(engine):
+    with open_checkpoint(engine.folder / "qwen_static") as checkpoint:
+        scales = {e.module: checkpoint.read(e.name).input_scale for e in checkpoint.entries() if e.has_input_scale}
+        weights = {e.name: checkpoint.read_dense(e.name) for e in checkpoint.entries()}
+    assert any(".experts." in module for module in scales)
+    _write_f32(engine, weights)
+
+    def visit(module, x):
+        return reference.nvfp4_qdq_activation(x, scales[module]) if module in scales else x
+
+    oracle = prompt_logprobs(engine.folder / "qwen_static_f32", engine.prompts, visit)
+    difference = (engine.jobs["qwen_exact"]["prompt"] - oracle).abs()
+    dynamic = prompt_logprobs(
+        engine.folder / "qwen_static_f32",
+        engine.prompts,
+        lambda module, x: reference.nvfp4_qdq_activation(x) if module in scales else x,
+    )
+    effect = (dynamic - oracle).abs().mean()  # static and dynamic scales must be told apart
+    assert difference.median() < 1e-4
+    assert difference.mean() < 0.05 * effect
+
+
+def test_no_dense_copy_of_a_packed_weight_exists_between_calls(engine):
+    job = engine.jobs["deepseek_weight_only"]
+    audit = engine.audit("deepseek_weight_only")["layers"]
+    with open_checkpoint(engine.folder / "deepseek_nvfp4") as checkpoint:
+        logical = {
+            e.module: e.shape for e in checkpoint.entries() if e.quantized and not e.module.endswith("kv_b_proj")
+        }
+        stored = sum(checkpoint.read(f"{m}.weight").nbytes for m in logical)
+    for moment in ("before", "after"):
+        packed = job[moment]["packed"]
+        held = sum(p.numel() for module in packed.values() for p in module["parameters"].values())
+        assert held == stored  # codes, block scales and global scales, and not a byte more
+        assert not any(module["float_buffers"] for module in packed.values())
+    shapes = set(logical.values()) | {(8, 128, 128), (8, 128, 64)}  # matrices, and the experts' w13 and w2 stacks
+    shapes |= {(64 + 576, 128), (2 * 256, 128), (2 * 64, 128)}  # fused q_a/kv_a and gate/up
+    routers = {(8, 128)}
+    assert shapes.isdisjoint(set(job["after"]["dense_shapes"]) - routers)
+    assert sum(layer["weight_bytes"] for layer in audit.values() if layer["weight"] == "nvfp4") == stored
+
+
+def test_excluded_modules_run_unquantized(engine):
+    audit = engine.audit("deepseek_requant")["layers"]
+    excluded = [name for name in audit if name.startswith(EXCLUDED)]
+    assert excluded
+    for name in excluded:
+        assert audit[name]["weight"] == "bf16"
+        assert audit[name]["activation"] == "none"
+    assert not any(name.startswith(EXCLUDED) for name in engine.jobs["deepseek_requant"]["before"]["packed"])
+    assert audit["model.layers.2.mlp.shared_experts.down_proj"]["weight"] == "mxfp4"
+
+
+def test_the_audit_tells_static_from_dynamic(engine):
+    static = engine.audit("qwen_exact")["layers"]
+    assert static["model.layers.0.mlp.experts.routed_experts"]["activation_scale"] == "static"
+    dynamic = engine.audit("deepseek_exact")["layers"]
+    assert dynamic["model.layers.1.mlp.experts.routed_experts"]["activation_scale"] == "dynamic_per_token"
+    assert dynamic["model.layers.1.self_attn.kv_b_proj"]["weight"] == "nvfp4 decoded to f32 at load"
+    assert dynamic["model.layers.1.self_attn.kv_b_proj"]["activation_scale"] == "none"
+    blocks = engine.audit("deepseek_requant")["layers"]
+    assert blocks["model.layers.1.self_attn.o_proj"]["activation_scale"] == "dynamic_per_block"
+    none = engine.audit("deepseek_weight_only")["layers"]
+    assert none["model.layers.1.self_attn.o_proj"] == {
+        "weight": "nvfp4",
+        "activation": "none",
+        "activation_scale": "none",
+        "weight_bytes": 128 * 256 // 2 + 128 * 256 // 16 + 4,
+    }
+
+
+def test_captured_inputs_equal_a_transformers_hook(engine):
+    seen: dict[str, list[torch.Tensor]] = {}
+
+    def note(module, x):
+        seen.setdefault(module, []).append(x.reshape(-1, x.shape[-1]))
+        return x
+
+    prompt_logprobs(engine.folder / "deepseek", engine.prompts, note)
+    captured = read_activations(engine.folder / "captured")
+    seen = {module: torch.cat(rows) for module, rows in seen.items() if not module.endswith(".gate")}
+    assert set(captured.modules()) >= set(seen)
+    for module in captured.modules():
+        expected = seen.get(module)
+        if expected is None:  # an expert that no token reached
+            assert captured.tokens_seen(module) == 0
+            continue
+        assert captured.tokens_seen(module) == expected.shape[0], module
+        rows = captured.input(module)
+        if ".experts." in module:  # the two sides walk an expert's tokens in another order
+            rows, expected = (t[t[:, 0].argsort()] for t in (rows, expected))
+        assert torch.allclose(rows, expected, atol=1e-4, rtol=1e-4), (module, (rows - expected).abs().max())
+        assert captured.amax(module) == pytest.approx(float(expected.abs().amax()), rel=1e-4)
+
+
+def _write_f32(engine, weights):
+    from safetensors.torch import save_file
+    from transformers import AutoConfig
+
+    target = engine.folder / "qwen_static_f32"
+    if not target.exists():
+        target.mkdir()
+        AutoConfig.from_pretrained(engine.folder / "qwen").save_pretrained(target)
+        save_file(weights, target / "model.safetensors", metadata={"format": "pt"})

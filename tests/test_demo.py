@@ -1,0 +1,182 @@
+"""The main job on the real engine: it ends in a verdict, a broken arm does not pass, and a killed run continues."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pandas
+import psutil
+import pytest
+
+from tests import broken
+from workbench import records
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+# Three arms and few items: what is tested here is the path, not the model.
+SMALL = [
+    "experiment=kimi_requant",
+    "eval=[gsm8k_mini]",
+    "eval.gsm8k_mini.limit=24",
+    "eval.gsm8k_mini.num_fewshot=2",
+    "gate.evidence.min_items=10",
+    "gate.margin_pp.default=40",
+    "analysis.prompts=6",
+    "analysis.bootstrap=50",
+    "~arms.source_again",
+    "noise_arm=null",
+    "gate.reported=[]",
+    "~arms.mxfp4_direct",
+    "analysis.pairs=[{first: nvfp4, second: nvfp4_to_mxfp4}]",
+]
+
+
+def command(*overrides: str) -> list[str]:
+    return [sys.executable, "-m", "workbench.run", *SMALL, *overrides]
+
+
+def run(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*overrides), cwd=folder, capture_output=True, text=True, timeout=900)
+
+
+def only_run(folder: Path) -> Path:
+    return next(path for path in (folder / "reports" / "kimi_requant").iterdir() if path.is_dir())
+
+
+def vllm_processes() -> list[int]:
+    return [p.pid for p in psutil.process_iter(["cmdline"]) if "vllm" in " ".join(p.info["cmdline"] or []).lower()]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which an uninterrupted small run passed."""
+    folder = tmp_path_factory.mktemp("finished")
+    done = run(folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_a_run_ends_with_every_file_and_a_verdict(finished: Path) -> None:
+    path = only_run(finished)
+    names = "config.yaml manifest.json activations.safetensors tensors.parquet gemm.parquet analysis.json"
+    names += " comparison.json verdict.json report.html summary.md junit.xml"
+    for name in names.split():
+        assert (path / name).stat().st_size > 0, name
+    verdict = records.read_json(records.Verdict, path / "verdict.json")
+    assert (verdict.status, verdict.exit_code) == ("pass", 0)
+    for arm in ("source", "nvfp4", "nvfp4_to_mxfp4"):
+        server = records.read_json(records.ServerRecord, path / "server" / f"{arm}.json")
+        assert server.peak_rss_bytes is not None
+        assert server.peak_rss_bytes < 6 << 30
+        assert server.ready_s > 0
+        scores = records.read_json(records.Evaluation, path / "eval" / arm / "scores.json").scores
+        assert {score.n for score in scores} == {24}
+    assert list((path / "eval" / "nvfp4").rglob("samples_gsm8k_mini_*.jsonl"))
+
+
+def test_the_records_say_what_each_arm_computed(finished: Path) -> None:
+    path = only_run(finished)
+    source, first, second = (
+        records.read_json(records.ServerRecord, path / "server" / f"{arm}.json")
+        for arm in ("source", "nvfp4", "nvfp4_to_mxfp4")
+    )
+    assert (source.activation_format, source.activation_scale) == ("none", "none")
+    assert (first.activation_format, first.activation_scale) == ("nvfp4", "static")
+    assert (second.activation_format, second.activation_scale) == ("mxfp4", "dynamic_per_block")
+    assert first.weight_bytes is not None
+    assert second.weight_bytes is not None
+    assert source.weight_bytes is not None
+    assert second.weight_bytes < first.weight_bytes < source.weight_bytes
+
+
+def test_the_weights_error_of_the_shipped_model_is_in_its_bands(finished: Path) -> None:
+    frame = pandas.read_parquet(only_run(finished) / "tensors.parquet")
+    assert len(frame) == 207  # 4 MoE layers x (16 x 3 experts + 3 shared) + 3 dense
+    assert frame["sqnr_first_db"].between(20.2, 20.6).all()
+    assert frame["sqnr_total_db"].between(16.2, 17.3).all()
+    assert frame["sqnr_direct_db"].between(18.5, 19.2).all()
+    assert frame["corr_e1_e2"].abs().mean() <= 0.1
+    gemm = pandas.read_parquet(only_run(finished) / "gemm.parquet")
+    assert set(gemm["activations"]) == {"captured"}
+    assert len(gemm) == 207 * 2 * 3
+
+
+def test_a_killed_run_leaves_no_server_and_continues_to_the_same_files(finished: Path, tmp_path: Path) -> None:
+    before = set(vllm_processes())
+    process = subprocess.Popen(command(), cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:  # kill it while the second arm is being evaluated
+        if "nvfp4: starting its endpoint" in line:
+            break
+    time.sleep(12)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    deadline = time.monotonic() + 30
+    while set(vllm_processes()) - before and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert not set(vllm_processes()) - before
+    done = run(tmp_path, "resume=latest")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "source: evaluated before" in done.stdout
+    assert_same_results(only_run(finished), only_run(tmp_path))
+
+
+def assert_same_results(left: Path, right: Path) -> None:
+    def names(path: Path) -> set[str]:
+        found = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file() and file.suffix != ".jsonl"}
+        return {name for name in found if not Path(name).name.startswith(("results_", "samples_"))}
+
+    assert names(left) == names(right)
+    for table in ("tensors.parquet", "gemm.parquet"):
+        pandas.testing.assert_frame_equal(pandas.read_parquet(left / table), pandas.read_parquet(right / table))
+    for arm in ("source", "nvfp4", "nvfp4_to_mxfp4"):
+        assert answers(left / "eval" / arm) == answers(right / "eval" / arm)
+    assert as_json(left / "comparison.json") == as_json(right / "comparison.json")
+    assert as_json(left / "verdict.json") == as_json(right / "verdict.json")
+
+
+def answers(folder: Path) -> list[tuple[Any, ...]]:
+    file = next(folder.rglob("samples_*.jsonl"))
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    return sorted((row["doc_id"], row["filter"], str(row["filtered_resps"]), row["exact_match"]) for row in rows)
+
+
+def as_json(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (broken.double_layer_scale, "model.layers.2"),
+        (broken.swap_nibbles, "model.layers.2"),
+        (broken.zero_expert, "model.layers.2.mlp.experts.5"),
+    ],
+)
+def test_an_arm_broken_on_purpose_is_not_passed_and_named(
+    damage: broken.Edit, says: str, finished: Path, tmp_path: Path
+) -> None:
+    made = next((finished / "reports" / "checkpoints").glob("mini-kimi-nvfp4-*"))
+    folder = broken.edit_tensors(broken.copy_of(made, tmp_path / "broken"), damage)
+    stages = "stages=[prepare,lint,analyze,gate,report]"
+    done = run(tmp_path, f"model.checkpoints.nvfp4.path={folder}", stages, "analysis.capture=false")
+    assert done.returncode in (1, 2), done.stdout + done.stderr
+    assert says in done.stdout
+
+
+def test_the_policy_that_passes_the_model_fails_an_arm_with_swapped_nibbles(finished: Path, tmp_path: Path) -> None:
+    made = next((finished / "reports" / "checkpoints").glob("mini-kimi-nvfp4-*"))
+    folder = broken.edit_tensors(broken.copy_of(made, tmp_path / "broken"), broken.swap_nibbles)
+    done = run(tmp_path, f"model.checkpoints.nvfp4.path={folder}", "analysis.capture=false")
+    assert done.returncode == 1, done.stdout + done.stderr
+    verdict = records.read_json(records.Verdict, only_run(tmp_path) / "verdict.json")
+    failed = {check.name for check in verdict.checks if check.status == "fail"}
+    assert any("sqnr" in name for name in failed)

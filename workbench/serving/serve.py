@@ -1,0 +1,62 @@
+"""The body of `workbench serve`: start one endpoint, say where it is, keep it until Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TextIO
+
+from .endpoint import start
+from .spec import ServeSpec
+
+
+def serve_forever(spec: ServeSpec, log: Path, *, out: TextIO | None = None) -> None:
+    """Serve `spec` until Ctrl-C or SIGTERM, printing its base URL and then its log as it grows.
+
+    Raises EngineError when the server dies meanwhile; the server is stopped in every case.
+    """
+    out = out or sys.stdout
+    print(f"starting {spec.arm} ({spec.backend}) from {spec.checkpoint} …", file=out, flush=True)
+    with contextlib.suppress(KeyboardInterrupt), _sigterm_as_interrupt(), start(spec, log) as endpoint:
+        record = endpoint.record()
+        held = f", {record.weight_bytes / 1e6:.1f} MB of weights" if record.weight_bytes else ""
+        print(
+            f"{endpoint.base_url}  model {endpoint.model}\n"
+            f"weights {record.weight_format or 'as the server has them'}, activations {record.activation_format}"
+            f" ({record.activation_scale}){held}, ready after {record.ready_s:.0f} s\n"
+            f"log {record.log or '-'}; Ctrl-C stops it",
+            file=out,
+            flush=True,
+        )
+        _follow(endpoint, out)
+    print("stopped", file=out, flush=True)
+
+
+def _follow(endpoint, out: TextIO) -> None:
+    position = endpoint.log.stat().st_size if endpoint.log else 0
+    while True:
+        endpoint.check()
+        if endpoint.log:
+            with endpoint.log.open("rb") as stream:
+                stream.seek(position)
+                text = stream.read()
+            position += len(text)
+            if text:
+                out.write(text.decode(errors="replace"))
+                out.flush()
+        time.sleep(0.5)
+
+
+@contextlib.contextmanager
+def _sigterm_as_interrupt():
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -1,0 +1,65 @@
+"""What to serve and with what: the two records that describe an endpoint before it exists. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from workbench.errors import ConfigError
+
+ENGINES = ("vllm", "external")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSpec:
+    """What answers HTTP.
+
+    kind: "vllm" (started here) or "external" (any OpenAI-compatible server, at base_url, e.g. http://host:8000/v1).
+    model: the name it answers to ("" = the arm's name for vllm, the first listed model for external).
+    port: 0 takes a free one. max_model_len: tokens, 0 = the model's own. dtype: bfloat16, float16 or float32.
+    startup_timeout_s: seconds until the first healthy answer. enforce_eager: no torch.compile, no CUDA graphs.
+    args: any flag of the engine, {"--max-num-seqs" or "max_num_seqs": value}; True is a bare flag, False and None
+    leave it out. They come last, so they override what the workbench chose. env: environment variables.
+    """
+
+    kind: str = "vllm"
+    base_url: str = ""
+    model: str = ""
+    host: str = "127.0.0.1"
+    port: int = 0
+    tensor_parallel_size: int = 1
+    max_model_len: int = 0
+    dtype: str = "bfloat16"
+    startup_timeout_s: float = 600.0
+    enforce_eager: bool = True
+    args: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.kind not in ENGINES:
+            raise ConfigError(f"unknown engine {self.kind!r}", fix=f"choose one of: {', '.join(ENGINES)}")
+        if self.kind == "external" and not self.base_url:
+            raise ConfigError("engine external needs a base_url", fix="engine.base_url=http://host:8000/v1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeSpec:
+    """One arm to serve.
+
+    checkpoint: a folder, or "hf://org/name" in the local Hub cache.
+    backend: "reference" (decoded weights, exact activations), "emulation" (packed weights, activations rounded through
+    the weight format) or "requant" (converted to `format` by scale rule `rule` as it loads, then emulated).
+    activations: "auto" (the weight format's own quantize-dequantize; none under reference) or "none".
+    exclude: module patterns; what they cover runs unquantized (decoded where the checkpoint quantizes it).
+    """
+
+    arm: str
+    checkpoint: Path | str
+    backend: str = "reference"
+    format: str | None = None
+    rule: str | None = None
+    activations: str = "auto"
+    exclude: tuple[str, ...] = ()
+    kv_cache_dtype: str = "auto"
+    engine: EngineSpec = field(default_factory=EngineSpec)

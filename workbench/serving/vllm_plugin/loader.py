@@ -1,0 +1,134 @@
+"""The canonical loader: `--load-format workbench`.
+
+Opens the checkpoint through `workbench.checkpoints` and yields tensors layer by layer under one set of names
+(`<module>.{weight,weight_scale,weight_scale_2,input_scale}`, unfused). Each tensor is converted before vLLM shards it,
+so every tensor-parallel size computes with the same numbers, and at most one tensor exists beside its final place:
+
+- a module that a packed method holds is handed on packed, converted to the plan's format first (requant);
+- any other quantized tensor is decoded to the model's dtype (backend reference, kv_b_proj, a quantized lm_head);
+  if the plan converts it, it is converted and then decoded, so its weights carry the same rounding;
+- the rest is handed on as stored.
+
+After loading, the worker writes an audit file: what each module of the engine really is and how many bytes it holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import ModelConfig, VllmConfig
+from vllm.config.load import LoadConfig
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+from workbench.errors import ConfigError
+
+from .settings import ModulePlan, PluginSettings, plan_modules
+
+logger = init_logger("vllm.workbench")
+
+_KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".k_bias", ".v_bias", ".output_scale")
+
+
+class WorkbenchModelLoader(DefaultModelLoader):
+    """Loads any dialect that `workbench.checkpoints` reads. Settings come as `--model-loader-extra-config`."""
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        extra = load_config.model_loader_extra_config
+        if not isinstance(extra, dict) or "checkpoint" not in extra:
+            raise ConfigError(
+                "load format workbench needs its settings in --model-loader-extra-config",
+                fix="start the server with `workbench serve`, which passes them",
+            )
+        self.settings = PluginSettings.from_dict(extra)
+        super().__init__(dataclasses.replace(load_config, load_format="safetensors", model_loader_extra_config={}))
+        self._config: Any = None
+        self._load_s = 0.0
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        """Nothing to do: the checkpoint is local, or `workbench.checkpoints` fetches it."""
+
+    def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
+        from .audit import write_audit
+
+        started = time.perf_counter()
+        quant_config = vllm_config.quant_config
+        if quant_config is not None and quant_config.get_name() == "workbench":
+            self._config = quant_config
+        model = super().load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+        if self.settings.audit:
+            write_audit(
+                Path(self.settings.audit),
+                model=model,
+                settings=self.settings,
+                config=self._config,
+                load_s=time.perf_counter() - started,
+                weights_s=self._load_s,
+            )
+        return model
+
+    def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Generator[tuple[str, Tensor], None, None]:
+        """All tensors in layer order, as (checkpoint name, tensor)."""
+        from workbench.checkpoints import open_checkpoint
+
+        self.counter_before_loading_weights = time.perf_counter()
+        taken: set[str] = self._config.taken if self._config is not None else set()
+        local_experts = getattr(self, "local_expert_ids", None)
+        with open_checkpoint(self.settings.checkpoint) as checkpoint:
+            plans = plan_modules(checkpoint, self.settings)
+            for entry in checkpoint.entries():
+                if local_experts is not None and entry.expert >= 0 and entry.expert not in local_experts:
+                    continue
+                if entry.name.endswith(_KV_SCALES):
+                    continue  # of a KV cache format that the engine chooses itself (--kv-cache-dtype)
+                plan = plans.get(entry.module) if entry.projection else None
+                stored = checkpoint.read(entry.name)
+                if plan is not None and entry.module in taken:
+                    yield from pack_tensor(entry.name, stored, plan, self.settings)
+                else:
+                    yield entry.name, dense_tensor(entry.name, stored, plan, self.settings, model_config.dtype)
+        for source in getattr(model, "secondary_weights", ()):
+            yield from self._get_weights_iterator(source)
+        self._load_s = time.perf_counter() - self.counter_before_loading_weights
+
+
+def pack_tensor(name: str, stored: Any, plan: ModulePlan, settings: PluginSettings) -> list[tuple[str, Tensor]]:
+    """A tensor in the plan's format, as the named parts that the packed methods load.
+
+    `<module>.weight` uint8 `[N, K/2]`, `.weight_scale` `[N, K/block]`, and for nvfp4 `.weight_scale_2` float32 scalar;
+    `.input_scale` float32 scalar when the plan says static.
+    """
+    packed = convert_tensor(name, stored, plan, settings)
+    module = name.removesuffix(".weight")
+    parts = [(name, packed.codes), (f"{module}.weight_scale", packed.block_scales)]
+    if packed.global_scale is not None:
+        parts.append((f"{module}.weight_scale_2", packed.global_scale.float().reshape(())))
+    if plan.static:
+        parts.append((f"{module}.input_scale", stored.input_scale.float().reshape(())))
+    return parts
+
+
+def dense_tensor(
+    name: str, stored: Any, plan: ModulePlan | None, settings: PluginSettings, dtype: torch.dtype
+) -> Tensor:
+    """A tensor as vLLM's unquantized layers take it: decoded exactly in float32, then cast once to `dtype`."""
+    if plan is not None:
+        return convert_tensor(name, stored, plan, settings).dequantize(dtype)
+    return stored if isinstance(stored, Tensor) else stored.dequantize(dtype)
+
+
+def convert_tensor(name: str, stored: Any, plan: ModulePlan, settings: PluginSettings) -> Any:
+    """`stored` in the plan's format: itself, or quantize(dequantize(stored)) in float32 (requant)."""
+    from workbench.formats import quantize
+
+    if not isinstance(stored, Tensor):
+        if settings.backend != "requant" or (plan.stored == plan.weight and not settings.rule):
+            return stored
+        stored = stored.dequantize(torch.float32)
+    return quantize(stored.float(), plan.weight, settings.rule or None, name=name)
