@@ -52,7 +52,8 @@ def test_direct_quantization_at_load_stores_quantize_of_the_source(engine):
 
 
 def test_dynamic_weights_and_activations_match_transformers_in_float32(engine):
-    # Band: the two sides sum in another order (1e-6), which now and then moves a value over an FP4 rounding boundary.
+    # Band: the two sides sum in another order (1e-6), which may move a value over an FP4 rounding boundary; measured
+    # 2e-7 in the mean where the rounding itself moves the log-probabilities by 0.11.
     def visit(module, x):
         return x if module.endswith((".gate", "kv_b_proj")) else reference.nvfp4_qdq_activation(x)
 
@@ -60,8 +61,8 @@ def test_dynamic_weights_and_activations_match_transformers_in_float32(engine):
     difference = (engine.jobs["deepseek_exact"]["prompt"] - oracle).abs()
     plain = prompt_logprobs(engine.folder / "deepseek_f32", engine.prompts, lambda module, x: x)
     effect = (plain - oracle).abs().mean()
-    assert difference.median() < 1e-4
-    assert difference.mean() < 0.05 * effect
+    assert difference.median() < 1e-5
+    assert difference.mean() < 0.01 * effect
 
 
 def test_static_weights_and_activations_match_transformers_in_float32(engine):
@@ -82,8 +83,8 @@ def test_static_weights_and_activations_match_transformers_in_float32(engine):
         lambda module, x: reference.nvfp4_qdq_activation(x) if module in scales else x,
     )
     effect = (dynamic - oracle).abs().mean()  # static and dynamic scales must be told apart
-    assert difference.median() < 1e-4
-    assert difference.mean() < 0.05 * effect
+    assert difference.median() < 1e-5
+    assert difference.mean() < 0.01 * effect
 
 
 def test_no_dense_copy_of_a_packed_weight_exists_between_calls(engine):

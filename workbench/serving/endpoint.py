@@ -18,13 +18,12 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from workbench.errors import EngineError
+from workbench.errors import EngineError, OutputError
 from workbench.records import ServerRecord
 
 from . import command as commands
@@ -38,16 +37,17 @@ _SAMPLE_S = 0.5
 def start(spec: ServeSpec, log: Path) -> Endpoint:
     """Start (or, for an external engine, reach) the endpoint of `spec` and wait until it answers.
 
-    log: the server's output, written anew. Raises ConfigError or CheckpointError for what is wrong before a process
-    starts, EngineError when the port is taken, the server dies (with the last lines of its log), never answers within
-    `engine.startup_timeout_s`, or is reached but is no OpenAI-compatible server.
+    log: the server's output, written anew; the worker's audit is written beside it (`<stem>.audit.json`).
+    Raises ConfigError or CheckpointError for what is wrong before a process starts, EngineError when the port is
+    taken, the server dies (with the cause and the last lines of its log), never answers within
+    `engine.startup_timeout_s`, or is reached but is no OpenAI-compatible server; OutputError for the log's folder.
     """
     if spec.engine.kind == "external":
         return _reach(spec)
     fingerprint = _check(spec)
     port = _take_port(spec.engine.host, spec.engine.port)
     model = spec.engine.model or spec.arm
-    audit = Path(tempfile.mkdtemp(prefix="workbench-audit-")) / "audit.json"
+    audit = _fresh_audit(log)
     command, env = commands.build_command(spec, port=port, model=model, audit=audit)
     endpoint = Endpoint(spec, f"http://{spec.engine.host}:{port}/v1", model, log=log, fingerprint=fingerprint)
     try:
@@ -145,13 +145,10 @@ class Endpoint:
 
     def _launch(self, command: list[str], env: dict[str, str], audit: Path) -> None:
         self.command, self._audit = command, audit
-        log = self.log or audit.with_name("server.log")
-        self.log = log
-        log.parent.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, **env}
         if "VLLM_CPU_KVCACHE_SPACE" in environment and not environment["VLLM_CPU_KVCACHE_SPACE"]:
             del environment["VLLM_CPU_KVCACHE_SPACE"]  # vLLM fails on an empty one
-        with log.open("wb") as stream:
+        with self.log.open("wb") as stream:
             self._supervisor = subprocess.Popen(
                 [sys.executable, "-m", "workbench.serving.supervise", str(GRACE_S), *command],
                 stdin=subprocess.PIPE,
@@ -264,6 +261,20 @@ def _take_port(host: str, port: int) -> int:
                 fix="stop what uses that port, or set engine.port=0 for a free one",
             ) from error
         return probe_socket.getsockname()[1]
+
+
+def _fresh_audit(log: Path) -> Path:
+    """Where the worker writes its audit, beside the log; what an earlier server left there is removed."""
+    audit = log.with_name(f"{log.stem}.audit.json")
+    try:
+        audit.parent.mkdir(parents=True, exist_ok=True)
+        for old in audit.parent.glob(f"{audit.name}*"):
+            old.unlink()
+    except OSError as error:
+        raise OutputError(
+            f"cannot write in {audit.parent}: {error.strerror or error}", fix="choose another output folder"
+        ) from error
+    return audit
 
 
 def _reach(spec: ServeSpec) -> Endpoint:
