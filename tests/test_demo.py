@@ -20,7 +20,8 @@ from workbench import records
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-# Three arms and few items: what is tested here is the path, not the model.
+# Three weight-only arms and few items: what is tested here is the path and the gate. How much the rounding of
+# activations costs this small model is a measurement (docs/results.md), not a test.
 SMALL = [
     "experiment=kimi_requant",
     "eval=[gsm8k_mini]",
@@ -28,6 +29,8 @@ SMALL = [
     "eval.gsm8k_mini.num_fewshot=2",
     "gate.evidence.min_items=10",
     "gate.margin_pp.default=40",
+    "arms.nvfp4.backend.activations=none",
+    "arms.nvfp4_to_mxfp4.backend.activations=none",
     "analysis.prompts=6",
     "analysis.bootstrap=50",
     "~arms.source_again",
@@ -88,8 +91,9 @@ def test_the_records_say_what_each_arm_computed(finished: Path) -> None:
         for arm in ("source", "nvfp4", "nvfp4_to_mxfp4")
     )
     assert (source.activation_format, source.activation_scale) == ("none", "none")
-    assert (first.activation_format, first.activation_scale) == ("nvfp4", "static")
-    assert (second.activation_format, second.activation_scale) == ("mxfp4", "dynamic_per_block")
+    assert (first.activation_format, first.activation_scale) == ("none", "none")
+    assert first.weight_format == "bf16+nvfp4"
+    assert second.weight_format == "bf16+mxfp4"
     assert first.weight_bytes is not None
     assert second.weight_bytes is not None
     assert source.weight_bytes is not None

@@ -11,6 +11,7 @@ run; a Hydra error, an unknown override, a signal or a bug ends in 3, a bug with
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import traceback
@@ -33,6 +34,7 @@ class Interrupted(BaseException):
 def main(argv: list[str] | None = None) -> int:
     """Run the front door with Hydra's command line; returns the exit code (0 for --help, --cfg and --info)."""
     register_resolvers()
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle threads sleep: the engine shares these cores
     codes: list[int] = []
 
     @hydra.main(version_base="1.3", config_path="pkg://workbench.conf", config_name="config")

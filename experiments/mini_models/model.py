@@ -10,6 +10,7 @@ dimension is a multiple of 64, so blocks of 32 fit on one device and on two.
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -80,15 +81,19 @@ class DenseMoE(nn.Module):
         super().__init__()
         self.gate, self.experts, self.shared_experts = layer.gate, layer.experts, layer.shared_experts
         self.load = torch.zeros(())
+        self.noise_db = math.inf
 
     def forward(self, x_btk: Tensor) -> Tensor:
         x_mk = x_btk.reshape(-1, x_btk.shape[-1])
         routing_me = self.route(x_mk)
         self.load = (routing_me > 0).float().mean(0).detach()
         experts, width = routing_me.shape[1], self.experts.down_proj.shape[-1]
-        gate_up = F.linear(x_mk, self.experts.gate_up_proj.flatten(0, 1)).view(-1, experts, 2, width)
-        hidden = F.silu(gate_up[:, :, 0]) * gate_up[:, :, 1] * routing_me.to(gate_up.dtype)[..., None]
-        y_mn = F.linear(hidden.flatten(1), self.experts.down_proj.transpose(0, 1).flatten(1))
+        noise_db = self.noise_db if self.training else math.inf
+        w13, w2 = with_noise(self.experts.gate_up_proj, noise_db), with_noise(self.experts.down_proj, noise_db)
+        gate_up = F.linear(with_noise(x_mk, noise_db), w13.flatten(0, 1)).view(-1, experts, 2, width)
+        hidden = with_noise(F.silu(gate_up[:, :, 0]) * gate_up[:, :, 1], noise_db)
+        hidden = hidden * routing_me.to(gate_up.dtype)[..., None]
+        y_mn = F.linear(hidden.flatten(1), w2.transpose(0, 1).flatten(1))
         return y_mn.view(x_btk.shape) + self.shared_experts(x_btk)
 
     def route(self, x_mk: Tensor) -> Tensor:
@@ -100,6 +105,36 @@ class DenseMoE(nn.Module):
         weights = scores.gather(1, best)
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.gate.routed_scaling_factor
         return torch.zeros_like(scores).scatter(1, best, weights)
+
+
+class NoisyLinear(nn.Linear):
+    """A linear layer whose input and weight are perturbed while it trains."""
+
+    noise_db = math.inf
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise_db = self.noise_db if self.training else math.inf
+        return F.linear(with_noise(x, noise_db), with_noise(self.weight, noise_db), self.bias)
+
+
+def with_noise(t: Tensor, snr_db: float) -> Tensor:
+    """`t` plus Gaussian noise `snr_db` below each row's own power; the gradient is t's. Infinity: unchanged."""
+    if math.isinf(snr_db):
+        return t
+    rms = t.detach().float().square().mean(-1, keepdim=True).sqrt()
+    return t + (torch.randn_like(t) * (rms * 10 ** (-snr_db / 20))).to(t.dtype)
+
+
+def perturb_mlps(model: DeepseekV3ForCausalLM, snr_db: float) -> None:
+    """Train every MLP and expert under noise: a large model has slack that absorbs the rounding of its weights and
+    activations; one this small has none unless it is trained to."""
+    for layer in model.model.layers:
+        if isinstance(layer.mlp, DenseMoE):
+            layer.mlp.noise_db = snr_db
+        for name, module in layer.mlp.named_modules():
+            if type(module) is nn.Linear and name.endswith("_proj"):
+                module.__class__ = NoisyLinear
+                module.noise_db = snr_db
 
 
 def use_flash_attention() -> None:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from . import measure
 from .corpus import drill_document, problem_document
-from .model import build_model, export, load, mixture_layers, use_flash_attention
+from .model import build_model, export, load, mixture_layers, perturb_mlps, use_flash_attention
 from .tokenizer import BOS_ID, EOS_ID, SPECIAL_TOKENS, VOCAB_SIZE, save_tokenizer, train_tokenizer
 
 HELD_OUT_ENGLISH_TOKENS = 150_000
@@ -58,6 +58,7 @@ class Settings:
     problem_documents: int = 560_000
     drill_documents: int = 80_000
     measured: int = 400
+    noise_db: float = math.inf
     smoke: bool = False
 
 
@@ -71,6 +72,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=Settings.batch)
     parser.add_argument("--problem-documents", type=int, default=Settings.problem_documents)
     parser.add_argument("--drill-documents", type=int, default=Settings.drill_documents)
+    parser.add_argument(
+        "--noise-db", type=float, default=Settings.noise_db, help="train the MLPs under noise this far below the signal"
+    )
     parser.add_argument("--smoke", action="store_true")
     options = vars(parser.parse_args())
     if options["smoke"]:
@@ -99,6 +103,7 @@ def run(settings: Settings) -> None:
     model = build_model(**(TINY if settings.smoke else {})).to(device)
     if settings.init:
         load(model, settings.init)
+    perturb_mlps(model, settings.noise_db)
     summary = _train(model, sources, settings, deadline=start + settings.seconds - settings.reserve_s)
 
     export(model, settings.out)
@@ -188,6 +193,7 @@ def _train(model: Any, sources: Sequence[Tensor], settings: Settings, *, deadlin
         "context": settings.context,
         "learning_rate": settings.learning_rate,
         "weight_decay": settings.weight_decay,
+        "noise_db": None if math.isinf(settings.noise_db) else settings.noise_db,
         "last_loss": round(loss.item(), 4),
         "expert_token_share_min_max": [round(shares.min().item(), 4), round(shares.max().item(), 4)],
     }
