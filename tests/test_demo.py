@@ -84,6 +84,12 @@ def test_a_run_ends_with_every_file_and_a_verdict(finished: Path) -> None:
     assert list((path / "eval" / "nvfp4").rglob("samples_gsm8k_mini_*.jsonl"))
 
 
+def test_the_report_understands_every_file_of_the_run(finished: Path) -> None:
+    page = (only_run(finished) / "report.html").read_text()
+    assert "Unreadable" not in page
+    assert len(page.encode()) < 1 << 20
+
+
 def test_the_records_say_what_each_arm_computed(finished: Path) -> None:
     path = only_run(finished)
     source, first, second = (

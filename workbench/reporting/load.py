@@ -58,7 +58,8 @@ def load_run(run_dir: Path) -> RunFiles:
     files.comparison = _record(files, Comparison, run_dir / "comparison.json")
     files.verdict = _record(files, Verdict, run_dir / "verdict.json")
     files.lint = _per_arm(files, LintReport, sorted(run_dir.glob("lint/*.json")), lambda p: p.stem)
-    files.servers = _per_arm(files, ServerRecord, sorted(run_dir.glob("server/*.json")), lambda p: p.stem)
+    servers = [path for path in sorted(run_dir.glob("server/*.json")) if not path.name.endswith(".audit.json")]
+    files.servers = _per_arm(files, ServerRecord, servers, lambda p: p.stem)
     files.evaluations = _per_arm(files, Evaluation, sorted(run_dir.glob("eval/*/scores.json")), lambda p: p.parent.name)
     files.tensors = _frame(files, run_dir / "tensors.parquet")
     files.gemm = _frame(files, run_dir / "gemm.parquet")
