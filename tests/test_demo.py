@@ -108,14 +108,14 @@ def test_the_records_say_what_each_arm_computed(finished: Path) -> None:
 
 def test_the_weights_error_of_the_shipped_model_is_in_its_bands(finished: Path) -> None:
     frame = pandas.read_parquet(only_run(finished) / "tensors.parquet")
-    assert len(frame) == 207  # 4 MoE layers x (16 x 3 experts + 3 shared) + 3 dense
+    assert len(frame) == 192  # 4 MoE layers x 16 routed experts x 3
     assert frame["sqnr_first_db"].between(20.2, 20.6).all()
     assert frame["sqnr_total_db"].between(16.2, 17.3).all()
     assert frame["sqnr_direct_db"].between(18.5, 19.2).all()
     assert frame["corr_e1_e2"].abs().mean() <= 0.1
     gemm = pandas.read_parquet(only_run(finished) / "gemm.parquet")
     assert set(gemm["activations"]) == {"captured"}
-    assert len(gemm) == 207 * 2 * 3
+    assert len(gemm) == 192 * 2 * 3
 
 
 def test_a_killed_run_leaves_no_server_and_continues_to_the_same_files(finished: Path, tmp_path: Path) -> None:
