@@ -87,6 +87,18 @@ def test_mini_full_is_the_real_policy() -> None:
         ("arms.nvfp4.backend.kind=magic", "magic"),
         ("arms.source.request_order=random", "random"),
         ("noise_arm=ghost", "ghost"),
+        ("noise_arm=source", "noise_arm"),
+        ("name=../x", "../x"),
+        ("compute.threads=100000", "compute.threads"),
+        ("compute.threads=abc", "compute.threads"),
+        ("engine.concurrency=0", "engine.concurrency"),
+        ("engine.tensor_parallel_size=0", "engine.tensor_parallel_size"),
+        ("analysis.bootstrap=-1", "analysis.bootstrap"),
+        ("arms.source.concurrency_factor=0", "concurrency_factor"),
+        ("stages=[]", "stages"),
+        ("stages=[lint,lint]", "stages"),
+        ("arms=null", "arms"),
+        ("paths.out=''", "paths.out"),
     ],
 )
 def test_a_setting_nobody_reads_or_that_does_not_fit_is_refused_by_name(override: str, named: str) -> None:

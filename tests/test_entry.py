@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -14,6 +15,14 @@ from omegaconf import DictConfig
 
 from workbench import cli, experiment, run
 from workbench.errors import CheckpointError
+
+
+@pytest.fixture(autouse=True)
+def fresh_logging() -> None:
+    """Hydra's handlers of an earlier call hold that test's captured streams."""
+    for logger in (logging.getLogger(), *(logging.getLogger(name) for name in list(logging.root.manager.loggerDict))):
+        for handler in [h for h in logger.handlers if type(h) is logging.StreamHandler]:
+            logger.removeHandler(handler)
 
 
 def test_verdicts_pass_through(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,3 +131,34 @@ def test_help_answers_in_under_a_second() -> None:
     done = subprocess.run([sys.executable, "-m", "workbench.cli", "--help"], capture_output=True, check=True)
     assert b"quantize" in done.stdout
     assert time.monotonic() - start < 1.0
+
+
+@pytest.mark.parametrize("override", ["foo=1", "engine=bogus", "eval=[bogus]", "eval=5", "a=b=c", "engine.port=["])
+def test_hydras_own_errors_are_one_message_with_a_way_out(override: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["experiment=kimi_requant", override]) == 3
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ")
+    assert "fix: " in printed
+    assert "Traceback" not in printed
+    assert "HYDRA_FULL_ERROR" not in printed
+
+
+def test_a_damaged_record_and_a_folder_that_is_no_run_are_named_by_the_gate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["gate", str(tmp_path / "nowhere"), "--gated", "nvfp4"]) == 3
+    assert "nowhere" in capsys.readouterr().err
+    (tmp_path / "comparison.json").write_text("[1")
+    assert cli.main(["gate", str(tmp_path), "--gated", "nvfp4"]) == 3
+    assert "comparison.json is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [b"a: [1", b"\xff\xfe", b"- 1\n", b"a: !unknown 1"])
+def test_a_policy_that_cannot_be_read_is_named(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "policy.yaml").write_bytes(content)
+    assert cli.main(["gate", str(tmp_path), "--policy", str(tmp_path / "policy.yaml")]) == 3
+    printed = capsys.readouterr().err
+    assert "policy.yaml" in printed
+    assert "Traceback" not in printed

@@ -82,6 +82,8 @@ def _quantize(arguments: argparse.Namespace) -> int:
     from workbench.checkpoints.convert import quantize_checkpoint
     from workbench.progress import Progress
 
+    if arguments.prompts and not arguments.calibrate:
+        raise ConfigError("--prompts is for --calibrate, which is not given", fix="add --calibrate, or drop --prompts")
     amax = None
     if arguments.calibrate or arguments.activations:
         from workbench.formats.activations import read_activations
@@ -175,6 +177,8 @@ def _analyze(arguments: argparse.Namespace) -> int:
     from workbench.settings import FormatSettings, PairSettings
 
     target = arguments.second in ("nvfp4", "mxfp4")
+    if arguments.rule and not target:
+        raise ConfigError("--rule belongs to a second format, not to a stored checkpoint", fix="drop --rule")
     second: tuple[Path, FormatSettings | None, str] = (Path(arguments.second), None, "auto")
     if target:
         second = (arguments.first, FormatSettings(name=arguments.second, rule=arguments.rule), "auto")
@@ -195,7 +199,9 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     from workbench import records
     from workbench.evaluation.run import evaluate
     from workbench.progress import Progress
+    from workbench.settings import check_name
 
+    check_name("--arm", arguments.arm)
     say = Progress()
     out = arguments.out / "eval" / arguments.arm
     result = evaluate(
@@ -285,16 +291,20 @@ def _policy(name: str) -> dict[str, Any]:
     from workbench.settings import policy_file
 
     path = policy_file(name)
-    policy = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    fix = "write it like conf/gate/smoke.yaml"
+    try:
+        policy = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except Exception as error:  # YAML's and OmegaConf's errors share no base
+        raise ConfigError(f"the policy {path} cannot be read: {error}", fix=fix) from error
     if not isinstance(policy, dict):
-        raise ConfigError(f"{path} is not a mapping of policy settings")
+        raise ConfigError(f"the policy {path} is not a mapping of settings", fix=fix)
     return {str(key): value for key, value in policy.items()}
 
 
 def _pair(item: str) -> tuple[str, str]:
     key, sign, value = item.partition("=")
     if not sign:
-        raise ConfigError(f"{item!r} is not KEY=VALUE")
+        raise ConfigError(f"{item!r} is not KEY=VALUE", fix="e.g. --engine-arg max_num_seqs=64")
     return key, value
 
 

@@ -20,25 +20,36 @@ import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from workbench import records, runfolder
-from workbench.errors import CheckpointError, ConfigError
+from workbench.errors import CheckpointError, ConfigError, OutputError
 from workbench.progress import Progress
-from workbench.settings import ArmSettings, CheckpointSettings, Recipe, Settings, read_settings, resolved_yaml
+from workbench.runfolder import CONFIG
+from workbench.settings import (
+    ArmSettings,
+    CheckpointSettings,
+    EngineSettings,
+    Recipe,
+    Settings,
+    read_settings,
+    resolved_yaml,
+)
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from workbench.records import Evaluation, LintReport, Verdict
-    from workbench.serving.spec import ServeSpec
+    from workbench.serving.spec import EngineSpec, ServeSpec
 
+T = TypeVar("T")
 RECIPE_VERSION = 1  # raise when quantize_checkpoint's output changes: cached checkpoints are made anew
 
 
 def run_experiment(config: DictConfig) -> int:
     """Run one composed experiment; returns the verdict's exit code. Raises WorkbenchError when it could not run."""
     settings = read_settings(config)
+    _check_rooms(settings)
     folder = runfolder.open_run(Path(settings.paths.out), settings.name, resolved_yaml(config), settings.resume)
     try:
         return _Run(settings=settings, folder=folder, say=Progress()).all_stages()
@@ -46,20 +57,48 @@ def run_experiment(config: DictConfig) -> int:
         folder.close()
 
 
+def _check_rooms(settings: Settings) -> None:
+    """What the rooms own and check themselves, asked before a stage is run: tasks, policy, engine, excluded names."""
+    from workbench.evaluation.spec import check_tasks, task_spec
+    from workbench.gating import read_policy
+
+    if "evaluate" in settings.stages:
+        check_tasks(tuple(task_spec({"name": name, **task}) for name, task in settings.eval.items()))
+    if "gate" in settings.stages:
+        policy = read_policy(settings.gate)
+        for arm in (*policy.gated, *policy.reported):
+            if arm not in settings.arms:
+                raise ConfigError(
+                    f"the gate names the arm {arm!r}, which does not exist", fix=f"arms: {', '.join(settings.arms)}"
+                )
+    for name, checkpoint in settings.model.checkpoints.items():
+        if checkpoint.make is not None and checkpoint.make.source == name:
+            raise ConfigError(
+                f"model.checkpoints.{name} is made from itself", fix=f"model.checkpoints.{name}.make.source=source"
+            )
+    engine = settings.engine
+    _engine_spec(engine, engine.base_url)
+
+
 def judge(run: Path, policy: dict[str, Any]) -> Verdict:
     """Judge a run folder's records by a policy; writes verdict.json and junit.xml. Raises ConfigError, OutputError."""
     from workbench.gating import gate, to_junit
 
-    lint = {file.stem: records.read_json(records.LintReport, file) for file in sorted((run / "lint").glob("*.json"))}
+    if not (run / CONFIG).exists() and not any((run / name).exists() for name in ("comparison.json", "lint", "eval")):
+        raise ConfigError(f"{run} is no run folder", fix="give the folder that a run printed, or an evaluation wrote")
+    lint = {file.stem: _stored(records.LintReport, file) for file in sorted((run / "lint").glob("*.json"))}
     comparison_file, tensors_file = run / "comparison.json", run / "tensors.parquet"
-    comparison = records.read_json(records.Comparison, comparison_file) if comparison_file.exists() else None
+    comparison = _stored(records.Comparison, comparison_file) if comparison_file.exists() else None
     tensors = None
     if tensors_file.exists():
         import pandas
 
-        tensors = pandas.read_parquet(tensors_file)
+        try:
+            tensors = pandas.read_parquet(tensors_file)
+        except (OSError, ValueError) as error:
+            raise OutputError(f"{tensors_file} is damaged: {error}", fix="delete it and analyze again") from error
     evaluations = {
-        file.parent.name: records.read_json(records.Evaluation, file) for file in sorted(run.glob("eval/*/scores.json"))
+        file.parent.name: _stored(records.Evaluation, file) for file in sorted(run.glob("eval/*/scores.json"))
     }
     verdict = gate(policy, comparison=comparison, lint=lint, tensors=tensors, evaluations=evaluations)
     records.write_json(run / "verdict.json", verdict)
@@ -316,12 +355,8 @@ class _Run:
         return tuple(task_spec({"name": name, **task}) for name, task in self.settings.eval.items())
 
     def _spec(self, name: str, arm: ArmSettings) -> ServeSpec:
-        from workbench.serving.spec import EngineSpec, ServeSpec
+        from workbench.serving.spec import ServeSpec
 
-        engine = self.settings.engine
-        fields = {f.name for f in dataclasses.fields(EngineSpec)}
-        values = {k: v for k, v in dataclasses.asdict(engine).items() if k in fields}
-        values |= {"base_url": arm.base_url or engine.base_url, "model": engine.served_model}
         return ServeSpec(
             arm=name,
             checkpoint=self._path(arm),
@@ -331,7 +366,7 @@ class _Run:
             activations=arm.backend.activations,
             exclude=self._exclude(arm),
             kv_cache_dtype=arm.kv_cache_dtype,
-            engine=EngineSpec(**values),
+            engine=_engine_spec(self.settings.engine, arm.base_url or self.settings.engine.base_url),
         )
 
     def _exclude(self, arm: ArmSettings) -> tuple[str, ...]:
@@ -387,6 +422,22 @@ class _Run:
                 command=runfolder.command_line(),
             )
         )
+
+
+def _stored(kind: type[T], path: Path) -> T:
+    """A record that an earlier stage wrote. Raises OutputError when the file is damaged."""
+    try:
+        return records.read_json(kind, path)
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        raise OutputError(f"{path} is damaged: {error}", fix="delete it and run its stage again") from error
+
+
+def _engine_spec(engine: EngineSettings, base_url: str) -> EngineSpec:
+    from workbench.serving.spec import EngineSpec
+
+    fields = {f.name for f in dataclasses.fields(EngineSpec)}
+    values = {key: value for key, value in dataclasses.asdict(engine).items() if key in fields}
+    return EngineSpec(**values | {"base_url": base_url, "model": engine.served_model})
 
 
 def _identity(server: records.ServerRecord) -> str:

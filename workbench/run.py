@@ -44,6 +44,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv
     if argv is not None:
         sys.argv = ["python -m workbench.run", *argv]
+    full_error = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing its own text and exiting 1
     handlers = {s: signal.signal(s, _interrupt) for s in (signal.SIGTERM, signal.SIGHUP)}
     try:
         jobs()
@@ -53,11 +55,18 @@ def main(argv: list[str] | None = None) -> int:
     except (KeyboardInterrupt, Interrupted):
         print("interrupted: endpoints are stopped; continue with resume=latest", file=sys.stderr)
         codes.append(COULD_NOT_RUN)
-    except Exception:  # Hydra prints its own; what arrives here is a bug
-        traceback.print_exc()
+    except Exception as error:  # a job's own errors end in _run_one: this one came while composing
+        if _is_composition_error(error):
+            print(f"error: {str(error).strip()}", file=sys.stderr)
+            print("  fix: --help lists the groups and their choices, --cfg job shows every key", file=sys.stderr)
+        else:
+            traceback.print_exc()
         codes.append(COULD_NOT_RUN)
     finally:
         sys.argv = arguments
+        os.environ.pop("HYDRA_FULL_ERROR")
+        if full_error is not None:
+            os.environ["HYDRA_FULL_ERROR"] = full_error
         for number, handler in handlers.items():
             signal.signal(number, handler)
     return next((code for code in SEVERITY if code in codes), 0)
@@ -75,6 +84,17 @@ def _run_one(config: DictConfig) -> int:
         traceback.print_exc()
         print("this is a bug in the workbench; the traceback above says where", file=sys.stderr)
     return COULD_NOT_RUN
+
+
+def _is_composition_error(error: Exception) -> bool:
+    """Whether Hydra or OmegaConf refused an override: their own types, or a plain error raised in their code."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    if isinstance(error, (HydraException, OmegaConfBaseException)):
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and any(part in frames[-1].filename for part in ("/hydra/", "/omegaconf/", "/antlr4/"))
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

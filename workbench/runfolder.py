@@ -72,7 +72,10 @@ def open_run(out: Path, experiment: str, config_yaml: str, resume: str | None) -
     path = _latest(out / experiment) if resume == "latest" else Path(resume).expanduser().resolve()
     if not (path / CONFIG).is_file():
         raise ConfigError(f"{path} is no run folder: it has no {CONFIG}", fix="give the folder that a run printed")
-    before, now = (path / CONFIG).read_text(), config_yaml
+    try:
+        before, now = (path / CONFIG).read_text(), config_yaml
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path / CONFIG} cannot be read: {error}", fix="start a new run without resume") from error
     if before != now:
         raise ConfigError(
             f"cannot resume {path}: its settings differ from this command's:\n{_difference(before, now)}",

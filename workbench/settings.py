@@ -8,6 +8,8 @@ without Hydra's command line.
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -186,6 +188,15 @@ def read_settings(config: DictConfig) -> Settings:
     return settings
 
 
+def check_name(what: str, name: str) -> None:
+    """Raise ConfigError unless `name` can be one part of a path: letters, digits, dot, dash, underscore."""
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", name):
+        raise ConfigError(
+            f"{what} is {name!r}, which cannot name a file",
+            fix="use letters, digits, dot, dash and underscore, at most 100, not starting with a dot",
+        )
+
+
 def policy_file(name: str) -> Path:
     """A gate policy by its name in conf/gate, or a YAML file's own path. Raises ConfigError naming the choices."""
     from importlib.resources import files
@@ -200,6 +211,27 @@ def policy_file(name: str) -> Path:
 
 def _check(settings: Settings) -> None:
     arms = settings.arms
+    check_name("name", settings.name)
+    for arm_name in arms:
+        check_name(f"arms.{arm_name}", arm_name)
+    if not settings.paths.out:
+        raise ConfigError("paths.out is empty", fix="name a folder, e.g. paths.out=reports")
+    _at_least("seed", settings.seed, 0)
+    _at_least("engine.concurrency", settings.engine.concurrency, 1)
+    _at_least("engine.tensor_parallel_size", settings.engine.tensor_parallel_size, 1)
+    _at_least("analysis.prompts", settings.analysis.prompts, 1)
+    _at_least("analysis.reservoir_rows", settings.analysis.reservoir_rows, 1)
+    _at_least("analysis.bootstrap", settings.analysis.bootstrap, 1)
+    threads = settings.compute.get("threads")
+    cores = os.cpu_count() or 1
+    if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or not 1 <= threads <= cores):
+        raise ConfigError(
+            f"compute.threads is {threads!r}", fix=f"a whole number from 1 to {cores}, or null for every core"
+        )
+    if settings.noise_arm == settings.baseline:
+        raise ConfigError("noise_arm is the baseline itself", fix="noise_arm=null, or an arm that repeats the baseline")
+    if len(set(settings.stages)) != len(settings.stages) or not settings.stages:
+        raise ConfigError(f"stages is {list(settings.stages)}", fix="name each stage once, at least one")
     if not arms:
         raise ConfigError("the experiment has no arms", fix="choose an experiment: experiment=kimi_requant")
     if settings.baseline not in arms:
@@ -215,7 +247,9 @@ def _check(settings: Settings) -> None:
     for pair in settings.analysis.pairs:
         for arm in (pair.first, pair.second, pair.direct):
             if arm is not None and arm not in arms:
-                raise ConfigError(f"analysis.pairs names the arm {arm!r}, which does not exist")
+                raise ConfigError(
+                    f"analysis.pairs names the arm {arm!r}, which does not exist", fix=f"arms: {', '.join(arms)}"
+                )
     for name, arm in arms.items():
         if arm.backend.kind not in ("reference", "emulation", "requant"):
             raise ConfigError(
@@ -226,6 +260,8 @@ def _check(settings: Settings) -> None:
                 f"arm {name} requantizes but has no target format",
                 fix=f"add +format@arms.{name}.format=mxfp4, or list /format@arms.{name}.format in the experiment",
             )
+        if not arm.concurrency_factor > 0:
+            raise ConfigError(f"arms.{name}.concurrency_factor is {arm.concurrency_factor}", fix="a number above 0")
         if arm.request_order not in ("forward", "reversed"):
             raise ConfigError(f"arms.{name}.request_order is {arm.request_order!r}", fix="choose forward or reversed")
         if not arm.checkpoint.path and arm.checkpoint.make is None:
@@ -240,6 +276,11 @@ def _missing_keys(node: Any, where: str = "") -> list[str]:
     return [key for name, item in items for key in _missing_keys(item, f"{where}.{name}".lstrip("."))]
 
 
+def _at_least(key: str, value: int, least: int) -> None:
+    if value < least:
+        raise ConfigError(f"{key} is {value}", fix=f"a whole number of at least {least}")
+
+
 def _mini_model(name: str) -> str:
     from workbench.mini_models import model_path
 
@@ -249,7 +290,10 @@ def _mini_model(name: str) -> str:
 def _read(kind: type[T], value: Any, where: str) -> T:
     """Build dataclass `kind` from plain data, naming the dotted key of anything that does not fit."""
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{where or 'the configuration'} is {value!r}, expected a mapping")
+        raise ConfigError(
+            f"{where or 'the configuration'} is {value!r}, expected a mapping",
+            fix="see --cfg job for what belongs there" if where else "see --help",
+        )
     fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
     unknown = [str(key) for key in value if key not in fields]
     if unknown:
@@ -264,7 +308,10 @@ def _read(kind: type[T], value: Any, where: str) -> T:
         if name not in value and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     ]
     if absent:
-        raise ConfigError(f"missing in {where or 'the configuration'}: {', '.join(absent)}")
+        raise ConfigError(
+            f"missing in {where or 'the configuration'}: {', '.join(absent)}",
+            fix="give each a value on the command line; --cfg job shows the whole configuration",
+        )
     import typing
 
     hints = typing.get_type_hints(kind)
@@ -290,14 +337,16 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         return tuple(_convert(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
     if origin is dict:
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{where} is {value!r}, expected a mapping")
+            raise ConfigError(f"{where} is {value!r}, expected a mapping", fix=f"e.g. +{where}.key=value")
         return {str(key): _convert(args[1], item, f"{where}.{key}") for key, item in value.items()}
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
     if (hint is int and isinstance(value, bool)) or not isinstance(value, hint):
-        raise ConfigError(f"{where} is {value!r}, expected {hint.__name__}")
+        raise ConfigError(
+            f"{where} is {value!r}, expected {hint.__name__}", fix=f"give another: {where}=VALUE (see --cfg job)"
+        )
     return value
 
 
