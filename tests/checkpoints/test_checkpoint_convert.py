@@ -241,6 +241,10 @@ def test_destination_is_never_the_source_nor_occupied_nor_nested(plain, tmp_path
         quantize_checkpoint(source, occupied, **convert)
     assert "--overwrite" in caught.value.fix
     assert siblings(occupied) == ["mine.txt"]
+    with pytest.raises(CheckpointError, match="no checkpoint") as caught:
+        quantize_checkpoint(source, occupied, **convert, overwrite=True)
+    assert siblings(occupied) == ["mine.txt"]
+    shutil.copytree(plain, occupied, dirs_exist_ok=True)
     quantize_checkpoint(source, occupied, **convert, overwrite=True)
     assert "mine.txt" not in siblings(occupied)
     assert len(names(occupied)) > 0

@@ -20,13 +20,15 @@ import torch
 from workbench.errors import CheckpointError, ConfigError, FormatError
 from workbench.formats import FORMATS, QuantizedTensor, get_format, quantize
 from workbench.kernels import reference
+from workbench.kernels.tables import E8M0_NAN
 
 from .calibration import resolve_input_scales
 from .dialects import DIALECTS, Dialect, get_dialect
+from .files import check_path
 from .names import fusion_group
 from .open import Checkpoint, Entry, open_checkpoint, resolve_path
 from .selection import Plan, make_plan
-from .writer import DEFAULT_SHARD_BYTES, CheckpointWriter, check_destination
+from .writer import DEFAULT_SHARD_BYTES, CheckpointWriter, check_destination, clear_leftovers
 
 DENSE_DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 # Files of the source that are written anew or describe its shards.
@@ -83,11 +85,14 @@ def quantize_checkpoint(
     FormatError naming the tensor that does not fit, OutputError when the disk is full. Nothing is left behind then.
     """
     writer_dialect = _check_combination(format, dialect, rule)
-    source, target = resolve_path(src), Path(dst).expanduser()
+    source, target = resolve_path(src), resolve_path(Path(dst))
+    for path in (source, target):
+        check_path(path)
     exclude = tuple(exclude)
     if exclude and format not in FORMATS:
         raise ConfigError(f"--format {format} decodes everything; nothing can be excluded", fix="leave --exclude out")
     _check_apart(source, target)
+    clear_leftovers(target)
     check_destination(target, overwrite=overwrite)
     with open_checkpoint(source) as checkpoint:
         plan = make_plan(checkpoint, format, exclude)
@@ -181,16 +186,27 @@ class _Conversion:
         )
 
     def _quantize(self, entry: Entry) -> QuantizedTensor:
+        w_nk = self._decode(entry, torch.float32) if entry.quantized else self.checkpoint.read_dense(entry.name)
         shared = self.shared_scales.of(entry.module) if get_format(self.format).has_global else None
-        w_nk = self.checkpoint.read_dense(entry.name)
         q = quantize(w_nk, self.format, self.rule, global_scale=shared, name=entry.name)
         return replace(q, input_scale=self._input_scale(entry))
 
     def _copy(self, entry: Entry) -> QuantizedTensor:
         q = self.checkpoint.read(entry.name)
         assert isinstance(q, QuantizedTensor)
+        _check_scales(entry, q)
         measured = self._input_scale(entry)
         return q if measured is None else replace(q, input_scale=measured)
+
+    def _decode(self, entry: Entry, dtype: torch.dtype) -> torch.Tensor:
+        """The values of a quantized source tensor. Raises CheckpointError when they are not all finite."""
+        q = self.checkpoint.read(entry.name)
+        assert isinstance(q, QuantizedTensor)
+        _check_scales(entry, q)
+        values = q.dequantize(dtype)
+        if not bool(values.isfinite().all()):
+            raise CheckpointError(f"{entry.name} in {entry.file} decodes to NaN or infinite values", fix=_BROKEN_SCALES)
+        return values
 
     def _input_scale(self, entry: Entry) -> torch.Tensor | None:
         value = self.input_scales.get(entry.module)
@@ -201,12 +217,32 @@ class _Conversion:
         bias, a norm) stays float32 beside bf16 matrices, as model code expects it."""
         target = DENSE_DTYPES.get(self.format)
         if entry.quantized:
-            return self.checkpoint.read_dense(entry.name, target or torch.bfloat16)
+            return self._decode(entry, target or torch.bfloat16)
         value = self.checkpoint.read(entry.name)
         assert isinstance(value, torch.Tensor)
         if target is None or not value.is_floating_point():
             return value
         return value if value.dim() < 2 and value.dtype == torch.float32 else value.to(target)
+
+
+_BROKEN_SCALES = "the source is broken (`workbench lint` lists what else is): export it again"
+
+
+def _check_scales(entry: Entry, q: QuantizedTensor) -> None:
+    """Refuse scales that no producer means: a global that is no positive finite number, NaN among the block scales."""
+    scale = q.global_scale
+    if scale is not None and not bool((scale.isfinite() & (scale > 0)).all()):
+        raise CheckpointError(
+            f"{entry.name} in {entry.file} has the global scale {scale.flatten()[0].item()}, expected a positive finite"
+            " multiplier",
+            fix=_BROKEN_SCALES,
+        )
+    nan = q.block_scales == E8M0_NAN if q.block_scales.dtype == torch.uint8 else q.block_scales.float().isnan()
+    if bool(nan.any()):
+        raise CheckpointError(
+            f"{entry.name} in {entry.file} has {int(nan.sum())} NaN among its {nan.numel()} block scales",
+            fix=_BROKEN_SCALES,
+        )
 
 
 class _SharedScales:

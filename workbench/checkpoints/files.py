@@ -23,7 +23,7 @@ import torch
 
 from workbench.errors import CheckpointError
 
-from .header import DTYPES, StoredTensor, read_header
+from .header import DTYPES, StoredTensor, is_regular_file, read_header
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -57,6 +57,8 @@ class Folder:
         info = self.tensors.get(name)
         if info is None:
             raise CheckpointError(f"no tensor {name!r} in {self.path}", fix="check the name (`workbench lint` lists)")
+        if info.nbytes == 0:
+            return torch.empty(info.shape, dtype=DTYPES[info.dtype])
         buffer = np.empty(info.nbytes, dtype=np.uint8)
         self._read_into(info, memoryview(buffer.data), info.begin)
         return torch.from_numpy(buffer).view(DTYPES[info.dtype]).reshape(info.shape)
@@ -69,7 +71,7 @@ class Folder:
 
     def read_json(self, name: str) -> dict[str, Any] | None:
         """A side file as a JSON object; None when it does not exist. Raises CheckpointError when it is broken."""
-        return read_json_object(self.path / name) if (self.path / name).is_file() else None
+        return read_json_object(self.path / name) if is_regular_file(self.path / name) else None
 
     def close(self) -> None:
         for handle in self._handles.values():
@@ -102,13 +104,15 @@ def read_folder(path: Path) -> Folder:
     Raises CheckpointError for a missing folder, config.json or shard, broken JSON, a truncated shard and a tensor that
     two shards hold. An index that contradicts the headers becomes a problem of severity "error".
     """
+    check_path(path)
     if not path.exists():
         raise CheckpointError(f"no checkpoint at {path}: the folder does not exist", fix="check the path")
     if not path.is_dir():
         raise CheckpointError(f"{path} is a file; a checkpoint is a folder", fix="give the folder that holds it")
-    if not (path / "config.json").is_file():
+    if not is_regular_file(path / "config.json"):
         raise CheckpointError(f"{path} has no config.json", fix="give a Hugging Face checkpoint folder")
     config = read_json_object(path / "config.json")
+    is_regular_file(path / "hf_quant_config.json")
     weight_map = _read_index(path)
     problems: list[Problem] = []
     files = _choose_files(path, weight_map, problems)
@@ -129,6 +133,17 @@ def read_folder(path: Path) -> Folder:
     return Folder(path=path, tensors=tensors, config=config, files=files, headers=headers, problems=problems)
 
 
+def check_path(path: Path) -> None:
+    """Refuse a path that no file system call takes: too long, with a NUL, a loop of links, in a closed folder."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"unusable path {str(path)[:200]!r}: {reason}", fix="give another path") from error
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises CheckpointError naming the file, line and column of a fault."""
     try:
@@ -139,6 +154,10 @@ def read_json_object(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} is broken JSON: {error.msg} at line {error.lineno}, column {error.colno}", fix="repair the file"
         ) from error
+    except RecursionError as error:
+        raise CheckpointError(f"{path} is broken JSON: nested too deeply", fix="repair the file") from error
+    except ValueError as error:  # a number of thousands of digits
+        raise CheckpointError(f"{path} is broken JSON: {error}", fix="repair the file") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a {type(value).__name__}, expected a JSON object", fix="repair the file")
     return value
@@ -150,7 +169,7 @@ def to_json_text(value: dict[str, Any]) -> str:
 
 
 def _read_index(path: Path) -> dict[str, str] | None:
-    if not (path / INDEX_NAME).is_file():
+    if not is_regular_file(path / INDEX_NAME):
         return None
     weight_map = read_json_object(path / INDEX_NAME).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
@@ -185,7 +204,7 @@ def _choose_files(path: Path, weight_map: dict[str, str] | None, problems: list[
         return tuple(present)
     named = sorted(set(weight_map.values()))
     for file in named:
-        if not (path / file).is_file():
+        if not is_regular_file(path / file):
             keys = [k for k, v in weight_map.items() if v == file]
             raise CheckpointError(
                 f"{path / INDEX_NAME} names {file}, which does not exist ({len(keys)} tensors, first {keys[0]})",

@@ -31,6 +31,26 @@ def check_config_conflict(checkpoint: Checkpoint) -> Iterator[LintFinding]:
             file="config.json",
             fix="servers read one file or the other: make both say what the tensors are",
         )
+    declaration = checkpoint.declaration
+    packed = [e for e in checkpoint.entries() if e.quantized]
+    if declaration.files and not declaration.algorithm and packed:
+        yield LintFinding(
+            check="config-conflict",
+            severity="warning",
+            message=f"{declaration.files[0]} is read as {checkpoint.dialect}'s and declares no weight format,"
+            f" the tensor is {packed[0].format}{_more(packed)}",
+            tensor=packed[0].name,
+            file=packed[0].file,
+            fix="quant_method may name the wrong producer: restore the config that was exported with the tensors",
+        )
+    if checkpoint.dialect != "modelopt" and (checkpoint.path / "hf_quant_config.json").is_file():
+        yield LintFinding(
+            check="config-conflict",
+            severity="warning",
+            message=f"config.json is read as {checkpoint.dialect}'s, but hf_quant_config.json, ModelOpt's, lies beside",
+            file="hf_quant_config.json",
+            fix="servers read one file or the other: keep the one that was exported with the tensors",
+        )
     declared = checkpoint.declaration.format
     other = [e for e in checkpoint.entries() if e.quantized and declared and e.format != declared]
     if other:

@@ -160,7 +160,10 @@ def resolve_path(path: str | Path) -> Path:
     Raises CheckpointError with the download command when the cache does not hold it.
     """
     if not str(path).startswith("hf://"):
-        return Path(path).expanduser()
+        try:
+            return Path(path).expanduser()
+        except RuntimeError as error:
+            raise CheckpointError(f"unusable path {str(path)!r}: {error}", fix="give another path") from error
     from huggingface_hub import snapshot_download
 
     name, _, revision = str(path).removeprefix("hf://").partition("@")

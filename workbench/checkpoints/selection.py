@@ -12,6 +12,7 @@ from .match import matches, matches_any
 from .names import fusion_group, is_embedding, is_lm_head, is_router, parse_name
 from .open import Checkpoint, Entry
 
+FLOAT_FORMATS = {"bf16", "f16", "f32", "f64"}
 # KV-cache scales belong to the source's own KV quantization, which the written config does not declare.
 KV_SCALES = {"k_scale", "v_scale", "kv_scale", "q_scale", "output_scale", "prob_output_scale"}
 
@@ -57,7 +58,7 @@ def fused_groups(entries: Iterable[Entry]) -> list[list[Entry]]:
 
 def make_plan(checkpoint: Checkpoint, format: str, exclude: tuple[str, ...]) -> Plan:
     """Decide for every entry. Raises CheckpointError when there is nothing to quantize or experts are fused stacks,
-    FormatError for a K that the format's block does not divide."""
+    FormatError for a weight that is empty, no float, or of a K that the format's block does not divide."""
     entries = checkpoint.entries()
     plan = Plan(quantize=[], copy=[], drop=[], excluded_modules=[])
     if format in FORMATS:
@@ -65,7 +66,7 @@ def make_plan(checkpoint: Checkpoint, format: str, exclude: tuple[str, ...]) -> 
         scope = [e for e in linear_weights(checkpoint) if not matches_any(e.module, exclude)]
         plan.copy = [e for e in scope if e.format == format]
         plan.quantize = [e for e in scope if e.format != format]
-        _check_divisible(plan.quantize, format)
+        _check_quantizable(plan.quantize, format)
         if not scope:
             raise CheckpointError(
                 f"nothing to quantize in {checkpoint.path}: "
@@ -107,9 +108,19 @@ def _warnings(checkpoint: Checkpoint, plan: Plan, format: str, exclude: tuple[st
         )
 
 
-def _check_divisible(entries: list[Entry], format: str) -> None:
+def _check_quantizable(entries: list[Entry], format: str) -> None:
     block = get_format(format).block
     for entry in entries:
+        if not entry.quantized and entry.format not in FLOAT_FORMATS:
+            raise FormatError(
+                f"{entry.name} is {entry.format} {list(entry.shape)}; only floating-point weights are quantized",
+                fix=f"exclude it: --exclude '{entry.module}'",
+            )
+        if 0 in entry.shape:
+            raise FormatError(
+                f"{entry.name} is empty (shape {list(entry.shape)}); there is nothing to quantize",
+                fix=f"exclude it: --exclude '{entry.module}'",
+            )
         if entry.shape[-1] % block:
             raise FormatError(
                 f"{entry.name}: K = {entry.shape[-1]} is not a multiple of {format}'s block of {block}"

@@ -97,12 +97,21 @@ class Dialect(ABC):
 
 
 def find_config_block(config: dict[str, Any]) -> dict[str, Any] | None:
-    """`quantization_config` (or the older `compression_config`), at the top or within `text_config`."""
+    """`quantization_config` (or the older `compression_config`), at the top or within `text_config`.
+
+    Raises CheckpointError for one that is no JSON object (null counts as absent).
+    """
     for holder in (config, config.get("text_config") or {}):
         for key in ("quantization_config", "compression_config"):
             block = holder.get(key) if isinstance(holder, dict) else None
-            if isinstance(block, dict):
-                return block
+            if block is None:
+                continue
+            if not isinstance(block, dict):
+                raise CheckpointError(
+                    f"config.json: broken {key}: it is {repr(block)[:80]}, expected a JSON object",
+                    fix="restore the producer's config.json; without quantization, leave the key out",
+                )
+            return block
     return None
 
 

@@ -43,7 +43,7 @@ class ModelOpt(Dialect):
         block = find_config_block(folder.config)
         if block is not None:
             method = block.get("quant_method")
-            return method in METHODS or (method is None and "quant_algo" in block)
+            return (isinstance(method, str) and method in METHODS) or (method is None and "quant_algo" in block)
         return (folder.path / SIDE_FILE).is_file()
 
     def detect_tensors(self, folder: Folder) -> bool:
@@ -117,7 +117,7 @@ def _read_statement(block: Mapping[str, Any], where: str) -> Declaration:
     algorithm = block.get("quant_algo") or ""
     format = _canonical_format(str(algorithm), f"{where}.quant_algo")
     listed = block.get("quantized_layers") or {}
-    if not isinstance(listed, dict):
+    if not isinstance(listed, dict) or not all(isinstance(v or {}, dict) for v in listed.values()):
         raise CheckpointError(f"{where}.quantized_layers is no table of module names", fix="repair the config")
     modules = {m: str((v or {}).get("quant_algo", "")) for m, v in listed.items()}
     excludes = string_list(block.get("ignore"), f"{where}.ignore") + string_list(

@@ -55,7 +55,10 @@ class Quark(Dialect):
             return Declaration()
         where = "config.json quantization_config"
         formats = {}
-        for pattern, spec in (block.get("layer_quant_config") or {}).items():
+        layers = block.get("layer_quant_config") or {}
+        if not isinstance(layers, dict):
+            raise CheckpointError(f"{where}.layer_quant_config is no table of module names", fix="repair the config")
+        for pattern, spec in layers.items():
             formats[pattern] = _canonical_format(spec, f"{where}.layer_quant_config[{pattern!r}]")
         default = _canonical_format(block.get("global_quant_config"), f"{where}.global_quant_config")
         return Declaration(
@@ -135,7 +138,11 @@ def _canonical_format(layer: Any, where: str) -> str:
     first = spec[0] if isinstance(spec, list) and spec else spec
     if isinstance(first, dict):
         key = (first.get("dtype"), first.get("qscheme"), first.get("group_size"))
-        if key in KNOWN_SPECS and (KNOWN_SPECS[key] == "nvfp4") == isinstance(spec, list):
+        if (
+            all(isinstance(k, (str, int)) for k in key)
+            and key in KNOWN_SPECS
+            and (KNOWN_SPECS[key] == "nvfp4") == isinstance(spec, list)
+        ):
             return KNOWN_SPECS[key]
         found = f"dtype {key[0]!r}, qscheme {key[1]!r}, group_size {key[2]!r}"
     else:
