@@ -9,9 +9,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from workbench.analysis.gemm import GemmArm, _sqnr_with_interval, analyze_gemm
 from workbench.analysis.study import Arm, analyze_pairs
 from workbench.analysis.summary import AnalysisSummary, summarize
-from workbench.errors import ConfigError
+from workbench.analysis.tensors import analyze_weights
+from workbench.errors import CheckpointError, ConfigError
 from workbench.records import read_json
 
 from .trio_checkpoints import MODULES, Trio
@@ -105,3 +107,39 @@ def test_a_summary_of_a_model_with_seventy_thousand_matrices_stays_small(trio: T
     assert got.matrices == 69_303
     assert got.sqnr_total_db.pooled_low < got.sqnr_total_db.pooled < got.sqnr_total_db.pooled_high
     assert got.sqnr_total_db.pooled_high - got.sqnr_total_db.pooled_low < 0.02
+
+
+def test_wrong_settings_are_refused_before_anything_is_measured(trio: Trio, tmp_path: Path) -> None:
+    pair = Pair("nvfp4", "nvfp4_to_mxfp4")
+    damaged = tmp_path / "damaged.safetensors"
+    damaged.write_bytes(b"x")
+    out = tmp_path / "out"
+    for bootstrap in (0, -1):
+        with pytest.raises(ConfigError, match="resamples"):
+            run(trio, out, pair, bootstrap=bootstrap)
+        with pytest.raises(ConfigError, match="resamples"):
+            analyze_weights(source=trio.source, pairs=[], resamples=bootstrap)
+        with pytest.raises(ConfigError, match="resamples"):
+            analyze_gemm(source=trio.source, arms=[], resamples=bootstrap)
+    for file in (tmp_path / "none.safetensors", damaged):
+        with pytest.raises(CheckpointError, match=file.name):
+            run(trio, out, pair, activations=file)
+    assert not out.exists()
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_dead_and_huge_layers_raise_no_warning(trio: Trio) -> None:
+    gemm = analyze_gemm(
+        source=trio.source,
+        arms=[GemmArm(arm="nvfp4", checkpoint=trio.nvfp4)],
+        activations=trio.activations,
+        resamples=9,
+    )
+    clean = summarize(None, gemm).gemm[0].sqnr_db.pooled
+    for power, sqnr, pooled_is_nan in ((0.0, np.nan, False), (0.0, -np.inf, True), (np.inf, 20.0, True)):
+        rows = pd.concat([gemm, gemm[gemm["tokens"] > 0].head(3).assign(output_power=power, sqnr_db=sqnr)])
+        pooled = summarize(None, rows).gemm[0].sqnr_db.pooled
+        assert np.isnan(pooled) if pooled_is_nan else pooled == pytest.approx(clean)
+    huge = np.r_[np.inf, np.ones(9)]
+    assert np.isnan(_sqnr_with_interval(huge, huge, 100, 0)[0])
+    assert np.isnan(_sqnr_with_interval(np.zeros(9), np.zeros(9), 100, 0)[1])

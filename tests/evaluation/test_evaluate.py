@@ -135,15 +135,31 @@ def test_watch_ends_the_evaluation_and_leaves_no_process(tmp_path: Path) -> None
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
 
+@pytest.mark.parametrize(
+    "url",
+    ["", "no url", "ftp://host:1", "http://", "http://h:70000", "http://h:x", "http://h:0", "http://127.0.0.1:9/v1"],
+)
+def test_an_endpoint_that_cannot_answer_is_refused_before_anything_is_made(tmp_path: Path, url: str) -> None:
+    out_dir = tmp_path / "eval" / "a"
+    settings = {"arm": "a", "model": "m", "tokenizer": None, "concurrency": 1, "max_length": 64}
+    with pytest.raises(EvaluationError, match=r"base_url|no answer from http://127\.0\.0\.1:9/v1/models"):
+        evaluate(base_url=url, tasks=specs(), out_dir=out_dir, **settings)  # type: ignore[arg-type]
+    with pytest.raises(EvaluationError, match="missing"):
+        evaluate(base_url=url, tasks=specs(), out_dir=out_dir, **{**settings, "tokenizer": tmp_path / "missing"})  # type: ignore[arg-type]
+    assert not out_dir.exists()
+
+
 def test_harness_process_ends_with_a_killed_parent(tmp_path: Path) -> None:
     started = tmp_path / "eval" / "a" / "harness.log"
     program = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from pathlib import Path\n"
         "from canned import specs\n"
+        "from fake_server import fake_server\n"
         "from workbench.evaluation.run import evaluate\n"
-        "evaluate(arm='a', base_url='http://127.0.0.1:9', model='m', tokenizer=None, tasks=specs(),\n"
-        "         out_dir=Path(sys.argv[2]), concurrency=1, max_length=4096)\n"
+        "with fake_server(lambda prompt: '') as server:\n"
+        "    evaluate(arm='a', base_url=server.url, model='m', tokenizer=None, tasks=specs(),\n"
+        "             out_dir=Path(sys.argv[2]), concurrency=1, max_length=4096)\n"
     )
     arguments = [str(Path(__file__).parent), str(started.parent)]
     parent = subprocess.Popen([sys.executable, "-c", program, *arguments])

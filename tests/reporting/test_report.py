@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from workbench.errors import ConfigError
 from workbench.reporting import build_report
 from workbench.reporting.heatmap import make_heat_map
 
@@ -119,6 +120,7 @@ def test_both_filters_of_one_task_are_shown(page: str) -> None:
 
 
 def test_an_empty_run_folder_says_what_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("")
     page = build_report(tmp_path).read_text()
     Page(page)
     for stage in ("gate", "evaluate", "compare", "analyze", "lint"):
@@ -149,6 +151,38 @@ def test_a_damaged_file_is_named(sample_run: Path, tmp_path: Path) -> None:
     page = build_report(run_dir).read_text()
     assert "verdict.json: Verdict: schema version 99" in page
     assert "gemm.parquet:" in page
+
+
+@pytest.mark.parametrize("content", ["[1", "[1]", "{", "", "null", '"x"', "{}", '{"schema_version": 1, "pairs": [1]}'])
+@pytest.mark.parametrize("name", ["verdict.json", "analysis.json", "comparison.json", "manifest.json"])
+def test_damaged_json_is_named_on_both_pages(sample_run: Path, tmp_path: Path, name: str, content: str) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(sample_run, run_dir)
+    (run_dir / name).write_text(content)
+    page = build_report(run_dir).read_text()
+    summary = (run_dir / "summary.md").read_text()
+    assert f"{name}: " in page
+    assert f"**Unreadable file:** {name}: " in summary
+    assert "The gate did not run" not in summary
+    assert Page(page).stack == []
+
+
+def test_a_table_of_something_else_is_named(sample_run: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(sample_run, run_dir)
+    pd.DataFrame({"a": [1]}).to_parquet(run_dir / "tensors.parquet")
+    assert "tensors.parquet: its contents do not fit" in build_report(run_dir).read_text()
+
+
+def test_what_is_no_run_folder_is_refused_and_left_alone(tmp_path: Path) -> None:
+    checkpoint, empty = tmp_path / "checkpoint", tmp_path / "empty"
+    checkpoint.mkdir()
+    empty.mkdir()
+    (checkpoint / "config.json").write_text("{}")
+    for folder in (checkpoint, empty, tmp_path / "none", checkpoint / "config.json", ""):
+        with pytest.raises(ConfigError, match="no run folder"):
+            build_report(folder)  # type: ignore[arg-type]
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["checkpoint", "config.json", "empty"]
 
 
 def test_very_many_flips_are_cut_to_the_limit(sample_run: Path, tmp_path: Path) -> None:

@@ -203,6 +203,27 @@ def test_what_is_wrong_before_a_process_starts(spec, tmp_path):
     assert not (tmp_path / "log").exists()
 
 
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("port", 70000), ("port", -1), ("tensor_parallel_size", 0), ("dtype", "int8"), ("startup_timeout_s", 0),
+        ("startup_timeout_s", float("nan")), ("max_model_len", -1), ("base_url", "host:8000"), ("base_url", "http://"),
+        ("base_url", "http://h:70000"),
+    ],
+)  # fmt: skip
+def test_engine_settings_are_checked(setting, value):
+    with pytest.raises(ConfigError, match=f"engine.{setting}=") as caught:
+        EngineSpec(**{setting: value})
+    assert caught.value.fix
+
+
+def test_serve_ends_in_the_error_of_a_wrong_port(tmp_path, capsys):
+    from workbench.cli import main
+
+    assert main(["serve", str(tmp_path), "--port", "70000"]) == 3
+    assert "engine.port=70000" in capsys.readouterr().err
+
+
 def test_an_external_endpoint_is_probed_and_left_running(spec, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -36,7 +36,7 @@ from workbench.records import SCHEMA_VERSION, GemmRecord
 
 from .algebra import RESAMPLES, sqnr_db
 from .bootstrap import MIN_UNITS, draw_counts, interval
-from .inputs import OpenCheckpoints, Progress, shown
+from .inputs import OpenCheckpoints, Progress, check_resamples, shown
 from .journal import Journal
 
 if TYPE_CHECKING:
@@ -80,10 +80,12 @@ def analyze_gemm(
     activations: a captured file (`formats.activations`); None takes N(0, 1) rows (`gaussian_tokens` of them, seeded per
     module, NVFP4's global scale then per token). At most `max_tokens` rows of a module are used. A module without a
     captured row still gets its rows, with tokens = 0 and NaN figures; fewer than 8 tokens give NaN intervals.
-    Raises CheckpointError naming the tensor where source, arm and activations do not fit together.
+    Raises CheckpointError naming the tensor where source, arm and activations do not fit together, ConfigError for
+    resamples < 1.
     """
     import pandas as pd
 
+    check_resamples(resamples)
     captured = read_activations(activations) if activations is not None else None
     with ExitStack() as stack:
         checkpoints = OpenCheckpoints(stack)
@@ -246,11 +248,13 @@ def _sqnr_with_interval(
     tokens = len(signal)
     if tokens == 0:
         return math.nan, math.nan, math.nan
-    value = float(sqnr_db(signal.sum(), error.sum()))
+    with np.errstate(over="ignore"):
+        value = float(sqnr_db(signal.sum(), error.sum()))
     if tokens < MIN_UNITS or resamples < 2:
         return value, math.nan, math.nan
     counts = draw_counts(tokens, resamples, seed)
-    return value, *interval(sqnr_db(counts @ signal, counts @ error))
+    with np.errstate(invalid="ignore", over="ignore"):  # an infinite power: resamples without that token are NaN
+        return value, *interval(sqnr_db(counts @ signal, counts @ error))
 
 
 def _row_power(y: Tensor) -> NDArray[np.float64]:

@@ -1,4 +1,4 @@
-"""The checkpoints of one analysis: each folder opened once, all closed together."""
+"""What an analysis starts from: its checkpoints (each folder opened once, all closed together) and settings."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+from workbench.errors import ConfigError
 
 Progress = Callable[[Iterable[str], int, str], Iterable[str]]
 """progress(names, total, label) hands the names on, one by one, and shows how far it is."""
@@ -30,6 +32,12 @@ class OpenCheckpoints:
     def fingerprints(self) -> dict[str, str]:
         """Fingerprint by path of everything opened so far."""
         return {path: checkpoint.fingerprint() for path, checkpoint in sorted(self._opened.items())}
+
+
+def check_resamples(resamples: int) -> None:
+    """Raises ConfigError for a bootstrap of fewer than one resample."""
+    if resamples < 1:
+        raise ConfigError(f"a bootstrap of {resamples} resamples", fix="use at least 1; 1000 is the usual choice")
 
 
 def shown(names: list[str], label: str, progress: Progress | None) -> Iterable[str]:

@@ -2,7 +2,8 @@
 
     analyze_pairs(out=run_dir, source_arm="source", pairs=pairs, arms=arms, activations=file)
 
-A file that exists is not made again; a killed pass continues from its journal.
+A file that exists is not made again; a killed or failed pass leaves its journal (`.tensors.journal`, `.gemm.journal`),
+from which the same call continues, and which goes once the table is written.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from workbench.errors import ConfigError
 from workbench.formats import get_format
+from workbench.formats.activations import read_activations
 from workbench.records import write_json
 
 from .algebra import RESAMPLES
 from .gemm import GemmArm, analyze_gemm
-from .inputs import Progress
+from .inputs import Progress, check_resamples
 from .summary import AnalysisSummary, summarize
 from .tensors import ArmPair, analyze_weights, read_frame, write_frame
 
@@ -63,8 +65,12 @@ def analyze_pairs(
     """Analyze every pair's weights and every named arm's matrix products; write the three files into `out`.
 
     activations: captured layer inputs; None: N(0, 1) rows, and the table says so. Raises ConfigError for an arm that
-    does not exist or cannot be second, CheckpointError naming the tensor where arms do not fit, OutputError.
+    does not exist or cannot be second and for bootstrap < 1, CheckpointError for an activations file that cannot be
+    read (before anything is measured) and naming the tensor where arms do not fit, OutputError.
     """
+    check_resamples(bootstrap)
+    if activations is not None:
+        read_activations(activations)
     source = _arm(arms, source_arm)[0]
     tensors = _table(
         out / "tensors.parquet",

@@ -206,7 +206,10 @@ def _summarize_gemm(group: pd.DataFrame, seed: int) -> GemmSummary:
 def _pooled_gemm(seen: pd.DataFrame) -> Pool:
     """Power over all tokens that reached each layer: mean output power x tokens_seen."""
     signal = (seen["output_power"] * seen["tokens_seen"]).to_numpy(np.float64)
-    error = signal * 10.0 ** (-seen["sqnr_db"].to_numpy(np.float64) / 10.0)
+    sqnr = seen["sqnr_db"].to_numpy(np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):  # -inf (no output, but an error) or infinite power: NaN
+        error = signal * 10.0 ** (-sqnr / 10.0)
+    error[(signal == 0) & np.isnan(sqnr)] = 0.0  # no output and no error
     return Pool((signal, error), lambda sums: sqnr_db(sums[:, 0], sums[:, 1]))
 
 
@@ -339,7 +342,8 @@ def _resampled_sums(columns: NDArray[np.float64], seed: int) -> NDArray[np.float
     n = len(columns)
     if n > _MAX_UNITS:
         columns = np.add.reduceat(columns, np.arange(_MAX_UNITS) * n // _MAX_UNITS, axis=0)
-    return draw_counts(len(columns), _RESAMPLES, seed) @ columns
+    with np.errstate(invalid="ignore", over="ignore"):  # an infinite power: resamples without that matrix are NaN
+        return draw_counts(len(columns), _RESAMPLES, seed) @ columns
 
 
 def _mean(values: NDArray[np.float64]) -> float:

@@ -34,7 +34,7 @@ from workbench.formats import QuantizedTensor, get_format, quantize
 from workbench.records import SCHEMA_VERSION, TensorRecord, write_bytes
 
 from .algebra import RESAMPLES, error_density, measure_matrix
-from .inputs import OpenCheckpoints, Progress, shown
+from .inputs import OpenCheckpoints, Progress, check_resamples, shown
 from .journal import Journal
 
 if TYPE_CHECKING:
@@ -84,10 +84,11 @@ def analyze_weights(
     second call with equal inputs continues it, and returns the same table as an uninterrupted call. The frame's
     `attrs["error_density"]` holds, per pair's key, counts over (e1/rms, e2/rms) pooled over matrices.
     Raises CheckpointError naming the tensor where an arm lacks it or its shape differs, ConfigError for two pairs of
-    one key.
+    one key and for resamples < 1.
     """
     import pandas as pd
 
+    check_resamples(resamples)
     keys = [pair.key for pair in pairs]
     if len(set(keys)) != len(keys):
         raise ConfigError(

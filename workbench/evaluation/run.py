@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from workbench.errors import EvaluationError
 from workbench.evaluation.scores import read_scores
@@ -37,6 +38,7 @@ from workbench.evaluation.spec import TaskSpec, check_tasks, dump_spec
 from workbench.records import Evaluation, write_text
 
 FORWARD, REVERSED = "forward", "reversed"
+_ANSWER_S = 10.0  # to wait for the endpoint's first answer, before anything is started
 
 
 def evaluate(
@@ -67,7 +69,9 @@ def evaluate(
     answers; watch() is called once a second and may raise, which ends the evaluation (a server that died). timeout_s:
     seconds for one answer.
 
-    Raises EvaluationError naming the task, file or endpoint. The child process never outlives the call, nor the parent.
+    Raises EvaluationError naming the task, file or endpoint; settings, the tokenizer's folder and whether anything
+    answers at `base_url` are checked before a file is written or a process started.
+    The child process never outlives the call, nor the parent.
     """
     if request_order not in (FORWARD, REVERSED):
         raise EvaluationError(f"request_order={request_order!r}", fix=f"use {FORWARD!r} or {REVERSED!r}")
@@ -76,6 +80,7 @@ def evaluate(
     check_tasks(tasks)
     if tokenizer is not None and not tokenizer.is_dir():
         raise EvaluationError(f"tokenizer folder {tokenizer} does not exist", fix="name the served checkpoint's folder")
+    _check_endpoint(base_url)
 
     started = time.monotonic()
     partial, journal = out_dir / ".partial", out_dir / ".journal.jsonl"
@@ -142,6 +147,28 @@ def completions_url(base_url: str) -> str:
     if url.endswith("/completions"):
         return url
     return f"{url}/completions" if url.endswith("/v1") else f"{url}/v1/completions"
+
+
+def _check_endpoint(base_url: str) -> None:
+    """Raise EvaluationError unless `base_url` is an http(s) URL where something answers (with whatever status)."""
+    import httpx
+
+    fix = "give the server as http://HOST:PORT or http://HOST:PORT/v1"
+    try:
+        parts = urlsplit(base_url)
+        port = parts.port
+    except ValueError as error:
+        raise EvaluationError(f"base_url={base_url!r} is no URL: {error}", fix=fix) from error
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or any(c.isspace() for c in base_url):
+        raise EvaluationError(f"base_url={base_url!r} is no http URL with a host and a port", fix=fix)
+    models = f"{completions_url(base_url).removesuffix('/completions')}/models"
+    try:
+        httpx.get(models, timeout=_ANSWER_S, trust_env=False)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise EvaluationError(
+            f"no answer from {models}: {error or type(error).__name__}",
+            fix="check the URL, and that the server runs",
+        ) from error
 
 
 def _run_harness(

@@ -25,6 +25,13 @@ VERDICTS = {
     "failed": ("!", "Could not run"),
 }
 WORST_MATRICES = 12
+STAGE_FILES = {
+    "gate": ("verdict.json",),
+    "evaluate": ("eval",),
+    "compare": ("comparison.json",),
+    "analyze": ("analysis.json", "tensors.parquet", "gemm.parquet"),
+    "lint": ("lint",),
+}
 
 
 def make_context(files: RunFiles, *, flips: int = 30, cells: int = 4000) -> dict[str, Any]:
@@ -39,6 +46,7 @@ def make_context(files: RunFiles, *, flips: int = 30, cells: int = 4000) -> dict
     mark, word = VERDICTS.get(files.verdict.status, ("!", files.verdict.status)) if files.verdict else ("–", "")
     return {
         "files": files,
+        "damaged": {stage: ", ".join(files.damaged(*names)) for stage, names in STAGE_FILES.items()},
         "arms": [_arm_row(files, arm, scores) for arm in arms],
         "colors": colors,
         "verdict_mark": mark,

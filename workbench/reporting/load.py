@@ -12,12 +12,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from workbench.records import Comparison, Evaluation, LintReport, Manifest, ServerRecord, Verdict, read_json
+from workbench.errors import ConfigError
+from workbench.records import (
+    SCHEMA_VERSION,
+    Comparison,
+    Evaluation,
+    LintReport,
+    Manifest,
+    ServerRecord,
+    Verdict,
+    read_json,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
 
 T = TypeVar("T")
+_MARKS = (
+    "config.yaml", "manifest.json", "verdict.json", "comparison.json", "analysis.json", "tensors.parquet",
+    "gemm.parquet", "eval", "lint/*.json", "server/*.json",
+)  # fmt: skip
+_UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, NotImplementedError, RecursionError)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -37,6 +52,11 @@ class RunFiles:
     verdict: Verdict | None = None
     problems: list[str] = field(default_factory=list)
 
+    def damaged(self, *names: str) -> list[str]:
+        """Those of the files (or of the folders' files) that are there but cannot be read."""
+        files = [problem.partition(": ")[0] for problem in self.problems]
+        return [file for file in files if file in names or file.partition("/")[0] in names]
+
     def arms(self) -> list[str]:
         """Arm names: the config's order first, then whatever else left a file."""
         from omegaconf import OmegaConf
@@ -52,7 +72,13 @@ class RunFiles:
 
 
 def load_run(run_dir: Path) -> RunFiles:
-    """Read every known file of `run_dir`; unreadable ones are named in `problems`."""
+    """Read every known file of `run_dir`; unreadable ones are named in `problems`.
+
+    Raises ConfigError when the folder does not exist or holds none of a run's files.
+    """
+    if not any(next(run_dir.glob(mark), None) for mark in _MARKS):
+        why = "it does not exist" if not run_dir.exists() else "it holds none of a run's files"
+        raise ConfigError(f"{run_dir} is no run folder: {why}", fix="give the folder that a run printed")
     files = RunFiles(run_dir=run_dir)
     files.manifest = _record(files, Manifest, run_dir / "manifest.json")
     files.comparison = _record(files, Comparison, run_dir / "comparison.json")
@@ -65,11 +91,17 @@ def load_run(run_dir: Path) -> RunFiles:
     files.gemm = _frame(files, run_dir / "gemm.parquet")
     config, analysis = run_dir / "config.yaml", run_dir / "analysis.json"
     if config.is_file():
-        files.config = config.read_text(encoding="utf-8", errors="replace")
+        try:
+            files.config = config.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            files.problems.append(f"config.yaml: {error}")
     if analysis.is_file():
         try:
-            files.analysis = json.loads(analysis.read_text(encoding="utf-8"))
-        except ValueError as error:
+            content = json.loads(analysis.read_text(encoding="utf-8"))
+            if content["schema_version"] != SCHEMA_VERSION:
+                raise ValueError(f"schema version {content['schema_version']}, this code reads {SCHEMA_VERSION}")
+            files.analysis = content
+        except _UNREADABLE as error:
             files.problems.append(f"analysis.json: {error}")
     return files
 
@@ -79,7 +111,7 @@ def _record(files: RunFiles, kind: type[T], path: Path) -> T | None:
         return None
     try:
         return read_json(kind, path)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except _UNREADABLE as error:
         files.problems.append(f"{path.relative_to(files.run_dir)}: {error}")
         return None
 
@@ -96,7 +128,7 @@ def _frame(files: RunFiles, path: Path) -> pd.DataFrame | None:
 
     try:
         frame = pd.read_parquet(path)
-    except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
+    except _UNREADABLE as error:  # pyarrow's errors are subclasses of these
         files.problems.append(f"{path.name}: {error}")
         return None
     return frame if len(frame) else None

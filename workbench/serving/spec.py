@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from workbench.errors import ConfigError
 
 ENGINES = ("vllm", "external")
+DTYPES = ("bfloat16", "float16", "float32", "auto", "")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,10 +20,12 @@ class EngineSpec:
 
     kind: "vllm" (started here) or "external" (any OpenAI-compatible server, at base_url, e.g. http://host:8000/v1).
     model: the name it answers to ("" = the arm's name for vllm, the first listed model for external).
-    port: 0 takes a free one. max_model_len: tokens, 0 = the model's own. dtype: bfloat16, float16 or float32.
+    port: 0 takes a free one. max_model_len: tokens, 0 = the model's own. dtype: one of DTYPES ("": an external
+    server's own).
     startup_timeout_s: seconds until the first healthy answer. enforce_eager: no torch.compile, no CUDA graphs.
     args: any flag of the engine, {"--max-num-seqs" or "max_num_seqs": value}; True is a bare flag, False and None
     leave it out. They come last, so they override what the workbench chose. env: environment variables.
+    Raises ConfigError naming the setting for a value that no engine could take.
     """
 
     kind: str = "vllm"
@@ -41,6 +46,20 @@ class EngineSpec:
             raise ConfigError(f"unknown engine {self.kind!r}", fix=f"choose one of: {', '.join(ENGINES)}")
         if self.kind == "external" and not self.base_url:
             raise ConfigError("engine external needs a base_url", fix="engine.base_url=http://host:8000/v1")
+        if self.base_url and (wrong := _wrong_url(self.base_url)):
+            raise ConfigError(
+                f"engine.base_url={self.base_url!r} is no URL: {wrong}", fix="engine.base_url=http://host:8000/v1"
+            )
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"engine.dtype={self.dtype!r}", fix="choose bfloat16, float16, float32 or auto")
+        _at_least("port", self.port, 0, "use 0 (a free port) to 65535")
+        if self.port > 65535:
+            raise ConfigError(f"engine.port={self.port!r}", fix="use 0 (a free port) to 65535")
+        _at_least("tensor_parallel_size", self.tensor_parallel_size, 1, "use the number of devices, 1 or more")
+        _at_least("max_model_len", self.max_model_len, 0, "use a number of tokens, or 0 for the model's own")
+        timeout = self.startup_timeout_s
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or math.isnan(timeout) or timeout <= 0:
+            raise ConfigError(f"engine.startup_timeout_s={timeout!r}", fix="use seconds above 0, for example 600")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,3 +82,22 @@ class ServeSpec:
     exclude: tuple[str, ...] = ()
     kv_cache_dtype: str = "auto"
     engine: EngineSpec = field(default_factory=EngineSpec)
+
+
+def _at_least(name: str, value: Any, least: int, fix: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"engine.{name}={value!r}", fix=fix)
+
+
+def _wrong_url(url: str) -> str:
+    """What is wrong with an http(s) URL; "" for a good one."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        return str(error)
+    if parts.scheme not in ("http", "https"):
+        return "it does not start with http:// or https://"
+    if not parts.hostname or any(c.isspace() for c in url):
+        return "it names no host" if not parts.hostname else "it holds a space"
+    return "port 0 answers nothing" if port == 0 else ""
