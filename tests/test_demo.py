@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pandas
-import psutil
 import pytest
 
 from tests import broken
+from tests.test_bad_input import left_over
 from workbench import records
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -51,10 +51,6 @@ def run(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
 
 def only_run(folder: Path) -> Path:
     return next(path for path in (folder / "reports" / "kimi_requant").iterdir() if path.is_dir())
-
-
-def vllm_processes() -> list[int]:
-    return [p.pid for p in psutil.process_iter(["cmdline"]) if "vllm" in " ".join(p.info["cmdline"] or []).lower()]
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +115,6 @@ def test_the_weights_error_of_the_shipped_model_is_in_its_bands(finished: Path) 
 
 
 def test_a_killed_run_leaves_no_server_and_continues_to_the_same_files(finished: Path, tmp_path: Path) -> None:
-    before = set(vllm_processes())
     process = subprocess.Popen(command(), cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for line in process.stdout:  # kill it while the second arm is being evaluated
@@ -130,9 +125,9 @@ def test_a_killed_run_leaves_no_server_and_continues_to_the_same_files(finished:
     process.wait()
     process.stdout.close()
     deadline = time.monotonic() + 30
-    while set(vllm_processes()) - before and time.monotonic() < deadline:
+    while left_over(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.5)
-    assert not set(vllm_processes()) - before
+    assert not left_over(tmp_path)
     done = run(tmp_path, "resume=latest")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "source: evaluated before" in done.stdout

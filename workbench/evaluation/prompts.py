@@ -15,6 +15,8 @@ from typing import Any
 from workbench.errors import EvaluationError
 from workbench.evaluation.spec import TaskSpec, check_tasks
 
+FEWSHOT_SEED = 1234  # lm-eval's own default
+
 
 def training_prompts(specs: tuple[TaskSpec, ...], count: int, *, scratch: Path) -> list[str]:
     """`count` prompts, shared evenly over the tasks in their order. scratch: folder for generated documents.
@@ -44,6 +46,7 @@ def _of_task(spec: TaskSpec, task: Any, count: int) -> list[str]:
             f"task {spec.name!r} has no training or validation documents to capture on",
             fix="give prompts of your own: `workbench calibrate --prompts FILE`, or analysis.capture=false",
         )
+    task.set_fewshot_seed(FEWSHOT_SEED)  # else every process draws other shots
     shots = spec.num_fewshot if spec.num_fewshot is not None else int(task.get_config("num_fewshot") or 0)
     prompts = []
     for document in islice(documents, count):
