@@ -7,6 +7,7 @@ files.problems             # files that are there but cannot be read
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,9 +18,11 @@ from workbench.records import (
     SCHEMA_VERSION,
     Comparison,
     Evaluation,
+    GemmRecord,
     LintReport,
     Manifest,
     ServerRecord,
+    TensorRecord,
     Verdict,
     read_json,
 )
@@ -87,8 +90,8 @@ def load_run(run_dir: Path) -> RunFiles:
     servers = [path for path in sorted(run_dir.glob("server/*.json")) if not path.name.endswith(".audit.json")]
     files.servers = _per_arm(files, ServerRecord, servers, lambda p: p.stem)
     files.evaluations = _per_arm(files, Evaluation, sorted(run_dir.glob("eval/*/scores.json")), lambda p: p.parent.name)
-    files.tensors = _frame(files, run_dir / "tensors.parquet")
-    files.gemm = _frame(files, run_dir / "gemm.parquet")
+    files.tensors = _frame(files, run_dir / "tensors.parquet", TensorRecord)
+    files.gemm = _frame(files, run_dir / "gemm.parquet", GemmRecord)
     config, analysis = run_dir / "config.yaml", run_dir / "analysis.json"
     if config.is_file():
         try:
@@ -121,7 +124,7 @@ def _per_arm(files: RunFiles, kind: type[T], paths: list[Path], arm_of: Any) -> 
     return {arm: record for arm, record in found.items() if record is not None}
 
 
-def _frame(files: RunFiles, path: Path) -> pd.DataFrame | None:
+def _frame(files: RunFiles, path: Path, kind: type) -> pd.DataFrame | None:
     if not path.is_file():
         return None
     import pandas as pd
@@ -130,5 +133,9 @@ def _frame(files: RunFiles, path: Path) -> pd.DataFrame | None:
         frame = pd.read_parquet(path)
     except _UNREADABLE as error:  # pyarrow's errors are subclasses of these
         files.problems.append(f"{path.name}: {error}")
+        return None
+    absent = [field for field in dataclasses.fields(kind) if field.name not in frame.columns]
+    if absent:
+        files.problems.append(f"{path.name}: its contents do not fit (no column {absent[0].name})")
         return None
     return frame if len(frame) else None
