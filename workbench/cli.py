@@ -88,8 +88,7 @@ def _quantize(arguments: argparse.Namespace) -> int:
     if arguments.calibrate or arguments.activations:
         from workbench.formats.activations import read_activations
 
-        captured = read_activations(arguments.activations or _capture(arguments))
-        amax = {module: captured.amax(module) for module in captured.modules() if captured.tokens_seen(module) > 0}
+        amax = read_activations(arguments.activations or _capture(arguments)).input_amax()
     result = quantize_checkpoint(
         arguments.source,
         arguments.destination,

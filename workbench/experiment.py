@@ -39,6 +39,7 @@ from workbench.settings import (
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from workbench.evaluation.spec import TaskSpec
     from workbench.records import Evaluation, LintReport, Verdict
     from workbench.serving.spec import EngineSpec, ServeSpec
 
@@ -59,11 +60,11 @@ def run_experiment(config: DictConfig) -> int:
 
 def _check_rooms(settings: Settings) -> None:
     """What the rooms own and check themselves, asked before a stage is run: tasks, policy, engine, excluded names."""
-    from workbench.evaluation.spec import check_tasks, task_spec
+    from workbench.evaluation.spec import check_tasks
     from workbench.gating import read_policy
 
     if "evaluate" in settings.stages:
-        check_tasks(tuple(task_spec({"name": name, **task}) for name, task in settings.eval.items()))
+        check_tasks(_task_specs(settings))
     if "gate" in settings.stages:
         policy = read_policy(settings.gate)
         for arm in (*policy.gated, *policy.reported):
@@ -76,8 +77,7 @@ def _check_rooms(settings: Settings) -> None:
             raise ConfigError(
                 f"model.checkpoints.{name} is made from itself", fix=f"model.checkpoints.{name}.make.source=source"
             )
-    engine = settings.engine
-    _engine_spec(engine, engine.base_url)
+    _engine_spec(settings.engine, settings.engine.base_url)
 
 
 def judge(run: Path, policy: dict[str, Any]) -> Verdict:
@@ -161,8 +161,7 @@ class _Run:
                 self.paths.update({a.checkpoint: Path() for a in arms.values() if a.checkpoint not in self.paths})
                 return False
         for arm in arms.values():
-            if arm.checkpoint not in self.paths:
-                self.paths[arm.checkpoint] = self._make(arm.checkpoint)
+            self._path(arm)
         self._manifest()
         return True
 
@@ -203,11 +202,7 @@ class _Run:
                 f"model.checkpoints.{name}.make.source is {recipe.source!r}, which is not a checkpoint of the model",
                 fix=f"choose one of: {', '.join(self.settings.model.checkpoints)}",
             )
-        source = self.paths.get(source_settings)
-        if source is None:
-            given = _given(source_settings)
-            source = _existing(source_settings, recipe.source) if given else self._make(source_settings)
-            self.paths[source_settings] = source
+        source = self._folder_of(source_settings)
         with open_checkpoint(source) as opened:
             key = self._recipe_key(recipe, opened.fingerprint())
         target = Path(self.settings.paths.cache).resolve() / f"{self.settings.model.name}-{name}-{key}"
@@ -241,8 +236,7 @@ class _Run:
     def _input_amax(self, recipe: Recipe) -> dict[str, float]:
         from workbench.formats.activations import read_activations
 
-        captured = read_activations(self._activations())
-        return {module: captured.amax(module) for module in captured.modules() if captured.tokens_seen(module) > 0}
+        return read_activations(self._activations()).input_amax()
 
     def _checkpoint_name(self, checkpoint: CheckpointSettings) -> str:
         for name, candidate in self.settings.model.checkpoints.items():
@@ -251,13 +245,15 @@ class _Run:
         return next(name for name, arm in self.settings.arms.items() if arm.checkpoint == checkpoint)
 
     def _path(self, arm: ArmSettings) -> Path:
-        if arm.checkpoint not in self.paths:  # stages without `prepare`
-            self.paths[arm.checkpoint] = (
-                _existing(arm.checkpoint, self._checkpoint_name(arm.checkpoint))
-                if _given(arm.checkpoint)
-                else self._make(arm.checkpoint)
-            )
-        return self.paths[arm.checkpoint]
+        return self._folder_of(arm.checkpoint)
+
+    def _folder_of(self, checkpoint: CheckpointSettings) -> Path:
+        """Where a checkpoint lies, found or made once a run."""
+        if checkpoint not in self.paths:
+            given = _given(checkpoint)
+            name = self._checkpoint_name(checkpoint)
+            self.paths[checkpoint] = _existing(checkpoint, name) if given else self._make(checkpoint)
+        return self.paths[checkpoint]
 
     # ---- analyze -----------------------------------------------------------------------------------------------------
 
@@ -349,10 +345,8 @@ class _Run:
         records.write_json(out / "scores.json", result)
         self.say.scores(result)
 
-    def _tasks(self) -> tuple[Any, ...]:
-        from workbench.evaluation.spec import task_spec
-
-        return tuple(task_spec({"name": name, **task}) for name, task in self.settings.eval.items())
+    def _tasks(self) -> tuple[TaskSpec, ...]:
+        return _task_specs(self.settings)
 
     def _spec(self, name: str, arm: ArmSettings) -> ServeSpec:
         from workbench.serving.spec import ServeSpec
@@ -446,6 +440,12 @@ def _identity(server: records.ServerRecord) -> str:
         (server.fingerprint, server.backend, server.weight_format, server.activation_format, server.activation_scale,
          server.kv_cache_dtype, server.dtype, server.engine, server.engine_version)
     )  # fmt: skip
+
+
+def _task_specs(settings: Settings) -> tuple[TaskSpec, ...]:
+    from workbench.evaluation.spec import task_spec
+
+    return tuple(task_spec({"name": name, **task}) for name, task in settings.eval.items())
 
 
 def _given(checkpoint: CheckpointSettings) -> bool:

@@ -57,6 +57,10 @@ class Activations:
         """Largest magnitude over all rows that reached `module`; 0.0 where none did."""
         return float(self._read(module, "amax"))
 
+    def input_amax(self) -> dict[str, float]:
+        """amax of every module that saw a token, aliases included: what a calibration takes."""
+        return {module: self.amax(module) for module in self.modules() if self.tokens_seen(module) > 0}
+
     def tokens_seen(self, module: str) -> int:
         """Rows that reached `module`, before the sample was cut."""
         return int(self._read(module, "tokens_seen"))
