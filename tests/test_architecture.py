@@ -23,7 +23,7 @@ BENEATH = {
     "gating": {"statistics"},
     "reporting": set(),
 }
-EVERYONE = {"errors", "records"}
+EVERYONE = {"errors", "interrupt", "records"}
 
 
 def imported(path: Path) -> Iterator[str]:

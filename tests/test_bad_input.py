@@ -8,6 +8,7 @@ import resource
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -121,6 +122,24 @@ def test_an_unknown_override(tmp_path: Path) -> None:
     assert "prot" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("engine.dtype=", "engine.dtype"),
+        ("+arms.nvfp4.kv_cache_dtype=foo", "arms.nvfp4: kv_cache_dtype='foo'"),
+        ("model.checkpoints.nvfp4.make.format=int3", "int3"),
+        ("model.checkpoints.nvfp4.make.dialect=quark", "quark"),
+        ("+model.checkpoints.mxfp4.make.shared_globals=false", "no global scales"),
+        ("arms.nvfp4_to_mxfp4.format.rule=odd", "arms.nvfp4_to_mxfp4: mxfp4 has no scale rule 'odd'"),
+    ],
+)
+def test_a_value_that_a_room_refuses_is_refused_before_the_first_stage(
+    override: str, named: str, tmp_path: Path
+) -> None:
+    assert_refused(run(tmp_path, override), named)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("stage", ["evaluate"])
 def test_a_port_in_use(stage: str, tmp_path: Path) -> None:
     with socket.socket() as taken:
@@ -157,3 +176,26 @@ def test_an_existing_destination_is_kept(tmp_path: Path) -> None:
     done = subprocess.run([*command, "--format", "bf16", "--dialect", "plain"], capture_output=True, text=True)
     assert_refused(done, "out")
     assert (tmp_path / "out" / "precious.txt").read_text() == "mine"
+
+
+def test_a_conversion_that_is_terminated_exits_3_and_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "workbench.cli", "quantize", str(model_path()), str(tmp_path / "out")]
+    process = subprocess.Popen([*command, "--format", "nvfp4", "--dialect", "modelopt"], stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.terminate()
+    _, message = process.communicate(timeout=60)
+    assert process.returncode == 3, message
+    assert b"interrupted" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.vllm
+def test_a_prompt_longer_than_the_context_is_named_by_the_calibration(tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("Short.\n" + "seven eight nine " * 50 + "\n")
+    command = [sys.executable, "-m", "workbench.cli", "calibrate", str(model_path()), "--max-model-len", "64"]
+    command += ["--prompts", str(tmp_path / "prompts.txt"), "--out", str(tmp_path / "activations.safetensors")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert_refused(done, "prompt 2 of 2", "64", "--max-model-len")
+    assert not (tmp_path / "activations.safetensors").exists()

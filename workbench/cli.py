@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import workbench
 from workbench.errors import ConfigError, WorkbenchError
+from workbench.interrupt import Interrupted, terminable
 
 COULD_NOT_RUN = 3
 
@@ -39,14 +40,15 @@ def main(argv: list[str] | None = None) -> int:
     try:
         arguments = _parser().parse_args(argv)
         command: Callable[[argparse.Namespace], int] = arguments.command
-        return command(arguments)
+        with terminable():
+            return command(arguments)
     except SystemExit as stop:  # argparse: --help, --version, or a bad flag
         return stop.code if isinstance(stop.code, int) else 0
     except WorkbenchError as error:
         print(f"error: {error}", file=sys.stderr)
     except BrokenPipeError:
         sys.stderr.close()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Interrupted):
         print("interrupted", file=sys.stderr)
     except Exception:
         traceback.print_exc()

@@ -14,16 +14,18 @@ again. A lint error stops the run before a server starts, with the verdict `inva
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from workbench import records, runfolder
-from workbench.errors import CheckpointError, ConfigError, OutputError
+from workbench.errors import CheckpointError, ConfigError, OutputError, WorkbenchError
 from workbench.progress import Progress
 from workbench.runfolder import CONFIG
 from workbench.settings import (
@@ -59,9 +61,12 @@ def run_experiment(config: DictConfig) -> int:
 
 
 def _check_rooms(settings: Settings) -> None:
-    """What the rooms own and check themselves, asked before a stage is run: tasks, policy, engine, excluded names."""
+    """What the rooms own and check themselves, asked before a stage is run: tasks, policy, formats, recipes, engine."""
+    from workbench.checkpoints.convert import check_combination
     from workbench.evaluation.spec import check_tasks
+    from workbench.formats import get_format
     from workbench.gating import read_policy
+    from workbench.serving.spec import check_kv_cache_dtype
 
     if "evaluate" in settings.stages:
         check_tasks(_task_specs(settings))
@@ -77,7 +82,24 @@ def _check_rooms(settings: Settings) -> None:
             raise ConfigError(
                 f"model.checkpoints.{name} is made from itself", fix=f"model.checkpoints.{name}.make.source=source"
             )
+    for arm_name, arm in settings.arms.items():
+        with _at(f"arms.{arm_name}"):
+            check_kv_cache_dtype(arm.kv_cache_dtype)
+            if arm.format is not None:
+                get_format(arm.format.name).rule(arm.format.rule)
+            recipe = None if _given(arm.checkpoint) else arm.checkpoint.make
+            if recipe is not None:
+                check_combination(recipe.format, recipe.dialect, recipe.rule, shared_globals=recipe.shared_globals)
     _engine_spec(settings.engine, settings.engine.base_url)
+
+
+@contextlib.contextmanager
+def _at(where: str) -> Iterator[None]:
+    """Say of a room's complaint which setting it is about."""
+    try:
+        yield
+    except WorkbenchError as error:
+        raise ConfigError(f"{where}: {error.message}", fix=error.fix) from error
 
 
 def judge(run: Path, policy: dict[str, Any]) -> Verdict:

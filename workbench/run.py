@@ -12,23 +12,18 @@ run; a Hydra error, an unknown override, a signal or a bug ends in 3, a bug with
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import traceback
-from types import FrameType
 
 import hydra
 from omegaconf import DictConfig
 
 from workbench.errors import WorkbenchError
+from workbench.interrupt import Interrupted, terminable
 from workbench.settings import register_resolvers
 
 COULD_NOT_RUN = 3
 SEVERITY = (1, 3, 2, 0)  # the worst of several jobs comes first
-
-
-class Interrupted(BaseException):
-    """A termination signal, raised where the main thread stands so that every `finally` still runs."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,9 +41,9 @@ def main(argv: list[str] | None = None) -> int:
         sys.argv = ["python -m workbench.run", *argv]
     full_error = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing its own text and exiting 1
-    handlers = {s: signal.signal(s, _interrupt) for s in (signal.SIGTERM, signal.SIGHUP)}
     try:
-        jobs()
+        with terminable():
+            jobs()
     except SystemExit as stop:  # Hydra's own errors and argparse's bad flags
         if stop.code not in (None, 0):
             codes.append(COULD_NOT_RUN)
@@ -67,8 +62,6 @@ def main(argv: list[str] | None = None) -> int:
         os.environ.pop("HYDRA_FULL_ERROR")
         if full_error is not None:
             os.environ["HYDRA_FULL_ERROR"] = full_error
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
     return next((code for code in SEVERITY if code in codes), 0)
 
 
@@ -95,10 +88,6 @@ def _is_composition_error(error: Exception) -> bool:
         return True
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and any(part in frames[-1].filename for part in ("/hydra/", "/omegaconf/", "/antlr4/"))
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise Interrupted(signal.Signals(number).name)
 
 
 if __name__ == "__main__":

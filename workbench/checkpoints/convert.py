@@ -84,7 +84,7 @@ def quantize_checkpoint(
     Raises ConfigError for a combination that cannot be written, CheckpointError for the source or an occupied `dst`,
     FormatError naming the tensor that does not fit, OutputError when the disk is full. Nothing is left behind then.
     """
-    writer_dialect = _check_combination(format, dialect, rule)
+    writer_dialect = check_combination(format, dialect, rule, shared_globals=shared_globals)
     source, target = resolve_path(src), resolve_path(Path(dst))
     for path in (source, target):
         check_path(path)
@@ -123,7 +123,8 @@ def _check_apart(source: Path, target: Path) -> None:
         raise CheckpointError(f"{source} and {target} lie within each other", fix="choose a destination elsewhere")
 
 
-def _check_combination(format: str, dialect: str, rule: str | None) -> Dialect:
+def check_combination(format: str, dialect: str, rule: str | None, *, shared_globals: bool = True) -> Dialect:
+    """The dialect that writes `format`. Raises ConfigError or FormatError for what cannot be combined."""
     chosen = get_dialect(dialect)
     writers = {f: d.name for d in DIALECTS.values() for f in d.writes}
     if format not in writers:
@@ -137,6 +138,11 @@ def _check_combination(format: str, dialect: str, rule: str | None) -> Dialect:
         get_format(format).rule(rule)
     elif rule is not None:
         raise ConfigError(f"{format} has no scale rule, but rule={rule!r} was given", fix="leave the rule out")
+    if not shared_globals and not (format in FORMATS and get_format(format).has_global):
+        raise ConfigError(
+            f"{format} has no global scales, but they were asked not to be shared",
+            fix="leave --no-shared-globals (shared_globals=false) out",
+        )
     return chosen
 
 

@@ -138,6 +138,7 @@ def _capture(job: dict[str, Any]) -> None:
     config = llm.llm_engine.vllm_config.quant_config
     recorder = config.recorder
     recorder.limit, recorder.enabled = job["reservoir_rows"], True
+    _check_lengths(llm, job["prompts"])
     prompts = [{"prompt_token_ids": p} if isinstance(p, list) else p for p in job["prompts"]]
     outputs = llm.generate(prompts, SamplingParams(max_tokens=job["max_tokens"], temperature=0), use_tqdm=False)
     recorder.enabled = False
@@ -153,6 +154,21 @@ def _capture(job: dict[str, Any]) -> None:
             "reservoir_rows": str(job["reservoir_rows"]),
         },
     )
+
+
+def _check_lengths(llm: Any, prompts: list[str] | list[list[int]]) -> None:
+    """Raise ConfigError naming the first prompt that leaves no room for a token in the model's context."""
+    from workbench.errors import ConfigError
+
+    limit, tokenizer = llm.llm_engine.model_config.max_model_len, llm.get_tokenizer()
+    lengths = [len(p) if isinstance(p, list) else len(tokenizer.encode(p)) for p in prompts]
+    too_long = [number for number, length in enumerate(lengths, start=1) if length >= limit]
+    if too_long:
+        raise ConfigError(
+            f"prompt {too_long[0]} of {len(prompts)} has {lengths[too_long[0] - 1]} tokens, and {len(too_long)} in all "
+            f"are too long for a context of {limit}",
+            fix="raise engine.max_model_len (--max-model-len), or give shorter prompts",
+        )
 
 
 def _llm_arguments(spec: ServeSpec) -> dict[str, Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import sys
 import time
 from pathlib import Path
 from typing import TextIO
+
+from workbench.interrupt import Interrupted, terminable
 
 from .endpoint import start
 from .spec import ServeSpec
@@ -20,7 +21,7 @@ def serve_forever(spec: ServeSpec, log: Path, *, out: TextIO | None = None) -> N
     """
     out = out or sys.stdout
     print(f"starting {spec.arm} ({spec.backend}) from {spec.checkpoint} …", file=out, flush=True)
-    with contextlib.suppress(KeyboardInterrupt), _sigterm_as_interrupt(), start(spec, log) as endpoint:
+    with contextlib.suppress(KeyboardInterrupt, Interrupted), terminable(), start(spec, log) as endpoint:
         record = endpoint.record()
         held = f", {record.weight_bytes / 1e6:.1f} MB of weights" if record.weight_bytes else ""
         print(
@@ -48,15 +49,3 @@ def _follow(endpoint, out: TextIO) -> None:
                 out.write(text.decode(errors="replace"))
                 out.flush()
         time.sleep(0.5)
-
-
-@contextlib.contextmanager
-def _sigterm_as_interrupt():
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

@@ -11,6 +11,12 @@ from urllib.parse import urlsplit
 from workbench.errors import ConfigError
 
 ENGINES = ("vllm", "external")
+# What vLLM 0.26 to 0.33 takes; a card or an attention backend may still refuse one.
+KV_CACHE_DTYPES = (
+    *("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla", "nvfp4_ds_mla"),
+    *("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc", "ultraquant_4bit"),
+    *("int4_per_token_head", "int8_per_token_head", "fp8_per_token_head", "nvfp4", "nvfp4_4over6"),
+)
 DTYPES = ("bfloat16", "float16", "float32", "auto", "")
 
 
@@ -52,6 +58,8 @@ class EngineSpec:
             )
         if self.dtype not in DTYPES:
             raise ConfigError(f"engine.dtype={self.dtype!r}", fix="choose bfloat16, float16, float32 or auto")
+        if self.kind == "vllm" and not self.dtype:
+            raise ConfigError("engine.dtype is empty", fix="choose bfloat16, float16, float32 or auto")
         _at_least("port", self.port, 0, "use 0 (a free port) to 65535")
         if self.port > 65535:
             raise ConfigError(f"engine.port={self.port!r}", fix="use 0 (a free port) to 65535")
@@ -82,6 +90,18 @@ class ServeSpec:
     exclude: tuple[str, ...] = ()
     kv_cache_dtype: str = "auto"
     engine: EngineSpec = field(default_factory=EngineSpec)
+
+    def __post_init__(self) -> None:
+        check_kv_cache_dtype(self.kv_cache_dtype)
+
+
+def check_kv_cache_dtype(dtype: str) -> None:
+    """Raise ConfigError unless vLLM knows the KV cache dtype."""
+    if dtype not in KV_CACHE_DTYPES:
+        raise ConfigError(
+            f"kv_cache_dtype={dtype!r}",
+            fix=f"choose one of: {', '.join(KV_CACHE_DTYPES)}; engine.args passes any other value through",
+        )
 
 
 def _at_least(name: str, value: Any, least: int, fix: str) -> None:
