@@ -23,9 +23,9 @@ from workbench.kernels import reference
 from workbench.kernels.tables import E8M0_NAN
 
 from .calibration import resolve_input_scales
-from .dialects import DIALECTS, Dialect, get_dialect
+from .dialects import DIALECTS, Dialect, Written, get_dialect
 from .files import check_path
-from .names import fusion_group
+from .names import fusion_group, parse_name
 from .open import Checkpoint, Entry, open_checkpoint, resolve_path
 from .selection import Plan, make_plan
 from .writer import DEFAULT_SHARD_BYTES, CheckpointWriter, check_destination, clear_leftovers
@@ -175,9 +175,14 @@ class _Conversion:
                 writer.add({entry.name: self._dense(entry)})
             if progress is not None:
                 progress(number, len(entries), entry.name)
-        files = self.dialect.config_files(
-            self.checkpoint.config, self.format, self.plan.excluded_modules, has_input_scale
+        quantized = {parse_name(name).module: self.format for name in (*done["quantized"], *done["copied"])}
+        written = Written(
+            formats=quantized,
+            excludes=tuple(self.plan.excluded_modules),
+            static_activations=has_input_scale,
+            dtype=self.format if self.format in DENSE_DTYPES else "bf16",
         )
+        files = self.dialect.config_files(self.checkpoint.config, written)
         for name, content in files.items():
             writer.write_json(name, content)
         _copy_side_files(self.checkpoint.path, writer)
@@ -209,7 +214,7 @@ class _Conversion:
         q = self.checkpoint.read(entry.name)
         assert isinstance(q, QuantizedTensor)
         _check_scales(entry, q)
-        values = q.dequantize(dtype)
+        values = q.effective(dtype)
         if not bool(values.isfinite().all()):
             raise CheckpointError(f"{entry.name} in {entry.file} decodes to NaN or infinite values", fix=_BROKEN_SCALES)
         return values

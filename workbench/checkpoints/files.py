@@ -52,16 +52,26 @@ class Folder:
     problems: list[Problem] = field(default_factory=list)
     _handles: dict[str, int] = field(default_factory=dict)
 
-    def load(self, name: str) -> torch.Tensor:
-        """Read one stored tensor. Raises CheckpointError naming tensor and file."""
+    def load(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        """Read one stored tensor, or its rows [first, last) along dimension 0 (one expert of a stack, say).
+
+        Raises CheckpointError naming tensor and file, IndexError for rows that it does not have.
+        """
         info = self.tensors.get(name)
         if info is None:
             raise CheckpointError(f"no tensor {name!r} in {self.path}", fix="check the name (`workbench lint` lists)")
-        if info.nbytes == 0:
-            return torch.empty(info.shape, dtype=DTYPES[info.dtype])
-        buffer = np.empty(info.nbytes, dtype=np.uint8)
-        self._read_into(info, memoryview(buffer.data), info.begin)
-        return torch.from_numpy(buffer).view(DTYPES[info.dtype]).reshape(info.shape)
+        shape, begin, nbytes = info.shape, info.begin, info.nbytes
+        if rows is not None:
+            first, last = rows
+            if not shape or not 0 <= first <= last <= shape[0]:
+                raise IndexError(f"{name} has shape {list(shape)}; no rows {first} to {last}")
+            row_bytes = nbytes // shape[0] if shape[0] else 0
+            shape, begin, nbytes = (last - first, *shape[1:]), begin + first * row_bytes, (last - first) * row_bytes
+        if nbytes == 0:
+            return torch.empty(shape, dtype=DTYPES[info.dtype])
+        buffer = np.empty(nbytes, dtype=np.uint8)
+        self._read_into(info, memoryview(buffer.data), begin)
+        return torch.from_numpy(buffer).view(DTYPES[info.dtype]).reshape(shape)
 
     def load_bytes(self, info: StoredTensor, offset: int, count: int) -> bytes:
         """`count` bytes of a tensor from `offset` on."""

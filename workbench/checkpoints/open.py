@@ -86,9 +86,12 @@ class Checkpoint:
         return self._dialect.assemble(self._locate(name), self.folder.load)
 
     def read_dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Read one tensor as values: quantized ones decoded exactly in float32, then cast once to `dtype`."""
+        """Read one tensor as values: quantized ones decoded exactly in float32, then cast once to `dtype`.
+
+        A scale of the layer's input (`pre_quant_scale`) is multiplied into the weight.
+        """
         tensor = self.read(name)
-        return tensor.dequantize(dtype) if isinstance(tensor, QuantizedTensor) else tensor.to(dtype)
+        return tensor.effective(dtype) if isinstance(tensor, QuantizedTensor) else tensor.to(dtype)
 
     def parts(self, name: str) -> dict[str, StoredTensor]:
         """The stored tensors behind one entry, by role (values, block_scales, global_scale, input_scale)."""

@@ -14,20 +14,29 @@ import torch
 from torch import Tensor
 
 from workbench.errors import FormatError
+from workbench.kernels.elements import decode, packed_columns
+from workbench.kernels.reference import e8m0_values
 from workbench.kernels.tables import NVFP4_MIN_GLOBAL
 
-from .table import Format, get_format
+from .table import SCALE_DTYPES, VARIABLE, Format, element_dtype, get_format
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizedTensor:
     """A quantized matrix (or stack of matrices) in canonical form.
 
-    format: name in FORMATS. codes: packed codes, low nibble = even K index, `[..., N, K/2]` uint8.
-    block_scales: linear row-major, `[..., N, K/block]`; float8_e4m3fn for nvfp4, E8M0 bytes (uint8) for mxfp4.
+    format: name in FORMATS. shape: logical `[..., N, K]`.
+    codes: packed codes as `kernels.elements` packs them: `[..., N, K/2]` uint8 for 4-bit elements (low nibble = even K
+    index), `[..., N, 3K/4]` uint8 for 6-bit ones, `[..., N, K]` float8 or int8 for 8-bit ones.
+    block_scales: linear row-major, `format.scale_shape(shape, block)`; float8_e4m3fn for nvfp4, E8M0 bytes (uint8) for
+    MX formats, float32 (or E8M0 bytes) for the others. They multiply.
+    block: (rows, columns) that share a scale; None: the format's own. Needed where the format leaves them VARIABLE.
     global_scale: float32 **decode multiplier** (scalar, or broadcastable to block_scales where fused shards keep their
-    own), None where the format has none. shape: logical `[..., N, K]`.
+    own), None where the format has none.
+    zero_points: int32 of block_scales' shape, subtracted from the codes before scaling; None: symmetric.
+    group_index: int32 `[K]`, the scale column of each K (GPTQ's act-order); None: blocks lie in order.
     input_scale: float32 decode multiplier for static activation quantization, None when the checkpoint has none.
+    pre_quant_scale: float32 `[K]`, multiplies the layer's *input* (AWQ as ModelOpt stores it); None: 1.
     """
 
     format: str
@@ -35,16 +44,34 @@ class QuantizedTensor:
     block_scales: Tensor
     global_scale: Tensor | None
     shape: tuple[int, ...]
+    block: tuple[int, int] | None = None
+    zero_points: Tensor | None = None
+    group_index: Tensor | None = None
     input_scale: Tensor | None = None
+    pre_quant_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
         spec = get_format(self.format)
         *lead, k = self.shape
-        _expect("codes", self.codes, (*lead, k // 2), torch.uint8)
-        scale_dtype = torch.float8_e4m3fn if spec.has_global else torch.uint8
-        _expect("block_scales", self.block_scales, (*lead, k // spec.block), scale_dtype)
+        try:
+            columns = packed_columns(spec.element, k)
+        except ValueError as error:
+            raise FormatError(f"{self.format}: {error}", fix="the file's shape contradicts its format") from error
+        _expect("codes", self.codes, (*lead, columns), (element_dtype(self.format),))
+        if self.block is None and VARIABLE in (spec.rows, spec.block):
+            raise FormatError(f"{self.format} needs the size of its blocks", fix="pass block=(rows, columns)")
+        scale_shape = spec.scale_shape(self.shape, self.block)
+        _expect("block_scales", self.block_scales, scale_shape, SCALE_DTYPES[spec.scale])
         if spec.has_global and self.global_scale is None:
             raise FormatError(f"{self.format} needs a global scale", fix="pass the float32 decode multiplier")
+        if self.zero_points is not None:
+            _expect("zero_points", self.zero_points, scale_shape, (torch.int32,))
+        for what, tensor, dtype in (
+            ("group_index", self.group_index, torch.int32),
+            ("pre_quant_scale", self.pre_quant_scale, torch.float32),
+        ):
+            if tensor is not None:
+                _expect(what, tensor, (k,), (dtype,))
 
     @property
     def spec(self) -> Format:
@@ -52,15 +79,47 @@ class QuantizedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Stored bytes: codes + block scales + global scale."""
-        parts = [self.codes, self.block_scales] + ([self.global_scale] if self.global_scale is not None else [])
+        """Stored bytes: codes + block scales + global scale + zero points."""
+        parts = [t for t in (self.codes, self.block_scales, self.global_scale, self.zero_points) if t is not None]
         return sum(t.numel() * t.element_size() for t in parts)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Values `[..., N, K]`, exact in float32, then cast once to `dtype`."""
-        if self.codes.is_cpu:
-            return self.spec.dequantize_cpu(self.codes, self.block_scales, self.global_scale, dtype)
-        return self.spec.dequantize(self.codes, self.block_scales, self.global_scale).to(dtype)
+        """The stored weight's values `[..., N, K]`, exact in float32, then cast once to `dtype`.
+
+        `pre_quant_scale` belongs to the input and is not in them; see `effective`.
+        """
+        spec = self.spec
+        if self.codes.is_cpu and spec.dequantize_cpu is not None:
+            return spec.dequantize_cpu(self.codes, self.block_scales, self.global_scale, dtype)
+        if spec.dequantize is not None:
+            return spec.dequantize(self.codes, self.block_scales, self.global_scale).to(dtype)
+        return self._decode().to(dtype)
+
+    def effective(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight that multiplies the layer's unscaled input: `dequantize` times `pre_quant_scale` along K."""
+        if self.pre_quant_scale is None:
+            return self.dequantize(dtype)
+        return (self.dequantize() * self.pre_quant_scale).to(dtype)
+
+    def _decode(self) -> Tensor:
+        """(codes - zero points) * scales [* global], in float32, for any format."""
+        rows, columns = self.block or (self.spec.rows, self.spec.block)
+        *_, n, k = self.shape
+        scales = self.block_scales
+        scales = e8m0_values(scales) if scales.dtype == torch.uint8 else scales.float()
+        if self.global_scale is not None:
+            scales = scales * self.global_scale.float()
+
+        def spread(t: Tensor) -> Tensor:  # one value an element; a partial last block is cut
+            t = t if rows in (0, 1) else t.repeat_interleave(rows, -2)[..., :n, :]
+            if self.group_index is not None:
+                return t.index_select(-1, self.group_index.long())
+            return t if columns == 0 else t.repeat_interleave(columns, -1)[..., :k]
+
+        values = decode(self.codes, self.spec.element)
+        if self.zero_points is not None:
+            values = values - spread(self.zero_points.float())
+        return values * spread(scales)
 
 
 def quantize(
@@ -90,15 +149,17 @@ def quantize(
             f"{name}: the given global scale {global_scale.min().item()} is no finite multiplier of at least 2**-118",
             fix="give amax / (6 * 448) of the tensor or of its fused group",
         )
+    assert spec.quantize is not None  # a format with a rule has it
     codes, scales, used_global = spec.quantize(w, chosen, global_scale)
     return QuantizedTensor(
         format=format, codes=codes, block_scales=scales, global_scale=used_global, shape=tuple(w.shape)
     )
 
 
-def _expect(what: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+def _expect(what: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+    if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
+        wanted = " or ".join(str(d) for d in dtypes)
         raise FormatError(
-            f"{what} is {tuple(tensor.shape)} {tensor.dtype}, expected {shape} {dtype}",
+            f"{what} is {tuple(tensor.shape)} {tensor.dtype}, expected {shape} {wanted}",
             fix="the file's shape contradicts its format; run `workbench lint` on the checkpoint",
         )

@@ -5,14 +5,14 @@ from __future__ import annotations
 from workbench.errors import CheckpointError
 
 from ..files import Folder, Problem
-from .base import Declaration, Dialect, Located, find_config_block
+from .base import Declaration, Dialect, Located, Written, find_config_block
 from .modelopt import ModelOpt
 from .plain import Plain
 from .quark import Quark
 
 DIALECTS: dict[str, Dialect] = {d.name: d for d in (ModelOpt(), Quark(), Plain())}
 
-__all__ = ["DIALECTS", "Declaration", "Dialect", "Located", "choose_dialect", "get_dialect"]
+__all__ = ["DIALECTS", "Declaration", "Dialect", "Located", "Written", "choose_dialect", "get_dialect"]
 
 
 def get_dialect(name: str) -> Dialect:

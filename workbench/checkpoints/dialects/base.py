@@ -9,9 +9,9 @@ cut its tensor out of them (an expert's index in a fused stack, a row range, ...
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,7 +21,11 @@ from workbench.formats import QuantizedTensor
 from ..files import Folder, Problem
 from ..match import matches_any
 
-Load = Callable[[str], torch.Tensor]
+
+class Load(Protocol):
+    """`Folder.load`: a stored tensor by name, whole or the rows [first, last) of its first dimension."""
+
+    def __call__(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +63,34 @@ class Declaration:
         return not self.listed_only or any(module == m or module.startswith(m + ".") for m in self.modules)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Written:
+    """What a conversion writes, for the config: everything a producer's config says about a checkpoint.
+
+    formats: quantized module -> format, in checkpoint order.
+    excludes: unquantized linear modules (plain names; a layer's experts by their container when all of them are).
+    patterns: the user's own exclude patterns.
+    rules: format -> scale rule used. blocks: format -> (rows, columns), where the format leaves them VARIABLE.
+    static_activations: whether `input_scale` is stored. weight_only: activations stay unquantized.
+    dtype: of what stays dense ("bf16", "f32").
+    """
+
+    formats: Mapping[str, str] = field(default_factory=dict)
+    excludes: tuple[str, ...] = ()
+    patterns: tuple[str, ...] = ()
+    rules: Mapping[str, str] = field(default_factory=dict)
+    blocks: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    static_activations: bool = False
+    weight_only: bool = False
+    dtype: str = "bf16"
+
+    @property
+    def only_format(self) -> str:
+        """The one format in use; "" when there are several, or none."""
+        kinds = set(self.formats.values())
+        return kinds.pop() if len(kinds) == 1 else ""
+
+
 class Dialect(ABC):
     """How one producer names, packs and declares quantized tensors."""
 
@@ -90,10 +122,18 @@ class Dialect(ABC):
         """Canonical tensor `name` (`<module>.weight`) to stored tensors by name."""
 
     @abstractmethod
-    def config_files(
-        self, config: dict[str, Any], format: str, excludes: Iterable[str], static_activations: bool
-    ) -> dict[str, dict[str, Any]]:
+    def config_files(self, config: dict[str, Any], written: Written) -> dict[str, dict[str, Any]]:
         """File name -> JSON to write, from the source's config without its quantization block."""
+
+    def bundle(self, name: str) -> str | None:
+        """A key shared by the tensors that this dialect stores as one (gpt-oss: a layer's experts); None: alone."""
+        return None
+
+    def disassemble_bundle(
+        self, key: str, members: Mapping[str, QuantizedTensor | torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """The members of one bundle, canonical, to stored tensors by name. Raises CheckpointError for a missing one."""
+        raise NotImplementedError(f"{self.name} has no bundles")
 
 
 def find_config_block(config: dict[str, Any]) -> dict[str, Any] | None:

@@ -22,6 +22,7 @@ from .base import (
     Dialect,
     Load,
     Located,
+    Written,
     find_config_block,
     string_list,
     without_config_block,
@@ -84,15 +85,13 @@ class ModelOpt(Dialect):
     def disassemble(self, name: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
         return disassemble_fp4(name, tensor, input_scale="input_scale")
 
-    def config_files(
-        self, config: dict[str, Any], format: str, excludes: Iterable[str], static_activations: bool
-    ) -> dict[str, dict[str, Any]]:
-        excludes = sorted(set(excludes))
+    def config_files(self, config: dict[str, Any], written: Written) -> dict[str, dict[str, Any]]:
+        excludes = sorted(set(written.excludes))
         four_bits = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
         group = {"weights": four_bits, "targets": ["Linear"]}
-        if static_activations:
+        if written.static_activations:
             group = {"input_activations": dict(four_bits), **group}
-        algorithm = "NVFP4" if static_activations else "W4A16_NVFP4"
+        algorithm = "NVFP4" if written.static_activations else "W4A16_NVFP4"
         producer = {"name": "modelopt", "version": PRODUCER_VERSION}
         block = {
             "config_groups": {"group_0": group},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from workbench.errors import CheckpointError
 from workbench.formats import QuantizedTensor
 
 from ..files import Folder, Problem
-from .base import Declaration, Dialect, Load, Located, find_config_block, without_config_block
+from .base import Declaration, Dialect, Load, Located, Written, find_config_block, without_config_block
 from .fp4 import locate_plain
 
 _TORCH_DTYPE = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
@@ -46,8 +45,6 @@ class Plain(Dialect):
             f"{name} is {tensor.format}; a plain checkpoint holds no quantized tensors", fix="decode it (--format bf16)"
         )
 
-    def config_files(
-        self, config: dict[str, Any], format: str, excludes: Iterable[str], static_activations: bool
-    ) -> dict[str, dict[str, Any]]:
+    def config_files(self, config: dict[str, Any], written: Written) -> dict[str, dict[str, Any]]:
         key = "dtype" if "dtype" in config or "torch_dtype" not in config else "torch_dtype"
-        return {"config.json": {**without_config_block(config), key: _TORCH_DTYPE[format]}}
+        return {"config.json": {**without_config_block(config), key: _TORCH_DTYPE[written.dtype]}}

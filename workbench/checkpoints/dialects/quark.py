@@ -7,7 +7,6 @@ weight_scale_2 a decode multiplier as ModelOpt's, and the weight spec is a list 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from .base import (
     Dialect,
     Load,
     Located,
+    Written,
     find_config_block,
     string_list,
     without_config_block,
@@ -79,12 +79,10 @@ class Quark(Dialect):
     def disassemble(self, name: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
         return disassemble_fp4(name, tensor, input_scale="input_scale_2")
 
-    def config_files(
-        self, config: dict[str, Any], format: str, excludes: Iterable[str], static_activations: bool
-    ) -> dict[str, dict[str, Any]]:
+    def config_files(self, config: dict[str, Any], written: Written) -> dict[str, dict[str, Any]]:
         block: dict[str, Any] = {
             "algo_config": None,
-            "exclude": sorted(set(excludes)),
+            "exclude": sorted(set(written.excludes)),
             "export": {
                 "kv_cache_group": [],
                 "min_kv_scale": 0.0,
