@@ -133,7 +133,7 @@ def check_input_scale(facts: Iterable[ScaleFacts], checkpoint: Checkpoint) -> It
     """input-scale-missing: some modules have a static activation scale and others do not, or an unusable one."""
     nvfp4 = [f for f in facts if f.global_scale is not None]
     having = [f for f in nvfp4 if f.input_scale is not None]
-    weight_only = {m for m, algorithm in checkpoint.declaration.modules.items() if algorithm.startswith("W4A16")}
+    weight_only = checkpoint.declaration.weight_only
     lacking = [f for f in nvfp4 if f.input_scale is None and weight_only.isdisjoint(_self_and_parents(f.entry.module))]
     if having and lacking:
         yield _finding(

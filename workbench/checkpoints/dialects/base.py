@@ -19,7 +19,7 @@ from workbench.errors import CheckpointError
 from workbench.formats import QuantizedTensor
 
 from ..files import Folder, Problem
-from ..match import matches_any
+from ..match import is_plain_name, matches, matches_any
 
 
 class Load(Protocol):
@@ -44,8 +44,12 @@ class Located:
 class Declaration:
     """What the config files claim. algorithm: the producer's word; format: canonical, "" where it varies by module.
 
-    excludes: patterns of modules that stay unquantized. modules: module or container name -> format, where the
-    producer lists them; listed_only: a module in no list is unquantized. conflicts: contradictions between files.
+    excludes: patterns of modules that stay unquantized. modules: pattern (`match.py`; a name covers what lies below it)
+    -> canonical format, where the producer gives formats by module; "" there leaves a module unquantized; the first
+    that covers a module decides, plain names before globs and regexes. listed_only: a module that none of them covers
+    is unquantized, instead of `format`. weight_only: names of `modules` whose activations stay unquantized.
+    activations: canonical name of what activations are rounded to ("" none, or unknown). kv_cache: producer's word for
+    the KV cache's format. conflicts: contradictions between files.
     """
 
     files: tuple[str, ...] = ()
@@ -54,13 +58,33 @@ class Declaration:
     excludes: tuple[str, ...] = ()
     modules: Mapping[str, str] = field(default_factory=dict)
     listed_only: bool = False
+    weight_only: frozenset[str] = frozenset()
+    activations: str = ""
+    kv_cache: str = ""
     conflicts: tuple[str, ...] = ()
 
     def expects_quantized(self, module: str) -> bool:
         """Whether the config says that the linear layer `module` is quantized."""
         if not self.algorithm or matches_any(module, self.excludes):
             return False
-        return not self.listed_only or any(module == m or module.startswith(m + ".") for m in self.modules)
+        listed = self._listed(module)
+        return not self.listed_only if listed is None else bool(listed)
+
+    def format_of(self, module: str) -> str:
+        """The canonical format that the config gives the linear layer `module`; "" where it leaves it unquantized, or
+        does not say which."""
+        if not self.expects_quantized(module):
+            return ""
+        return self._listed(module) or self.format
+
+    def _listed(self, module: str) -> str | None:
+        name = module
+        while name and self.modules:  # a name, or a parent's: looked up, since there can be tens of thousands
+            if name in self.modules:
+                return self.modules[name]
+            name = name.rpartition(".")[0]
+        patterns = (p for p in self.modules if not is_plain_name(p))
+        return next((self.modules[p] for p in patterns if matches(module, p)), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

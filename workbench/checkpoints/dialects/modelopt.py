@@ -73,6 +73,7 @@ class ModelOpt(Dialect):
             excludes=first.excludes,
             modules=first.modules,
             listed_only=first.listed_only,
+            weight_only=first.weight_only,
             conflicts=tuple(conflicts),
         )
 
@@ -118,7 +119,8 @@ def _read_statement(block: Mapping[str, Any], where: str) -> Declaration:
     listed = block.get("quantized_layers") or {}
     if not isinstance(listed, dict) or not all(isinstance(v or {}, dict) for v in listed.values()):
         raise CheckpointError(f"{where}.quantized_layers is no table of module names", fix="repair the config")
-    modules = {m: str((v or {}).get("quant_algo", "")) for m, v in listed.items()}
+    algorithms = {m: str((v or {}).get("quant_algo", "")).upper() for m, v in listed.items()}
+    modules = {m: _canonical_format(a, f"{where}.quantized_layers[{m!r}]") for m, a in algorithms.items()}
     excludes = string_list(block.get("ignore"), f"{where}.ignore") + string_list(
         block.get("exclude_modules"), f"{where}.exclude_modules"
     )
@@ -129,6 +131,7 @@ def _read_statement(block: Mapping[str, Any], where: str) -> Declaration:
         excludes=tuple(dict.fromkeys(excludes)),
         modules=modules,
         listed_only=bool(modules),
+        weight_only=frozenset(m for m, algorithm in algorithms.items() if algorithm.startswith("W4A16")),
     )
 
 
