@@ -20,17 +20,15 @@ from workbench import records
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-# Three weight-only arms and few items: what is tested here is the path and the gate. How much the rounding of
-# activations costs this small model is a measurement (docs/results.md), not a test.
+# Three arms and few items: what is tested here is the path and the gate, so the margin is what 24 items can exclude.
+# What rounding costs this small model is a measurement (docs/results.md), not a test.
 SMALL = [
     "experiment=kimi_requant",
     "eval=[gsm8k_mini]",
     "eval.gsm8k_mini.limit=24",
     "eval.gsm8k_mini.num_fewshot=2",
     "gate.evidence.min_items=10",
-    "gate.margin_pp.default=40",
-    "arms.nvfp4.backend.activations=none",
-    "arms.nvfp4_to_mxfp4.backend.activations=none",
+    "gate.margin_pp.default=35",
     "analysis.prompts=6",
     "analysis.bootstrap=50",
     "~arms.source_again",
@@ -93,7 +91,8 @@ def test_the_records_say_what_each_arm_computed(finished: Path) -> None:
         for arm in ("source", "nvfp4", "nvfp4_to_mxfp4")
     )
     assert (source.activation_format, source.activation_scale) == ("none", "none")
-    assert (first.activation_format, first.activation_scale) == ("none", "none")
+    assert (first.activation_format, first.activation_scale) == ("nvfp4", "static")
+    assert (second.activation_format, second.activation_scale) == ("mxfp4", "dynamic_per_block")
     assert first.weight_format == "bf16+nvfp4"
     assert second.weight_format == "bf16+mxfp4"
     assert first.weight_bytes is not None
@@ -107,7 +106,11 @@ def test_the_weights_error_of_the_shipped_model_is_in_its_bands(finished: Path) 
     assert len(frame) == 192  # 4 MoE layers x 16 routed experts x 3
     assert frame["sqnr_first_db"].between(20.2, 20.6).all()
     assert frame["sqnr_total_db"].between(16.2, 17.3).all()
-    assert frame["sqnr_direct_db"].between(18.5, 19.2).all()
+    # The two lowest are down projections of layer 4 with single weights of 15 to 20 sigma (kurtosis above 11): an
+    # outlier costs a block of 32 with power-of-two scales more than NVFP4's blocks of 16.
+    assert frame["sqnr_direct_db"].between(18.4, 19.2).all()
+    assert frame["sqnr_direct_db"].between(18.5, 19.2).sum() >= 191
+    assert frame["sqnr_direct_db"].mean() == pytest.approx(18.96, abs=0.02)
     assert frame["corr_e1_e2"].abs().mean() <= 0.1
     gemm = pandas.read_parquet(only_run(finished) / "gemm.parquet")
     assert set(gemm["activations"]) == {"captured"}
@@ -183,3 +186,4 @@ def test_the_policy_that_passes_the_model_fails_an_arm_with_swapped_nibbles(fini
     verdict = records.read_json(records.Verdict, only_run(tmp_path) / "verdict.json")
     failed = {check.name for check in verdict.checks if check.status == "fail"}
     assert any("sqnr" in name for name in failed)
+    assert any("gsm8k_mini" in name for name in failed)  # the answers alone fail it as well

@@ -12,7 +12,14 @@ import json
 import random
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from .problems import (
     Problem,
@@ -58,8 +65,6 @@ def score(task: str, texts: list[str], gold: list[str]) -> dict[str, float]:
 def greedy_accuracy(model: Any, tokenizer: Any, task: str, n: int, batch: int = 200) -> dict[str, Any]:
     """Greedy accuracy of a transformers model; batches are padded on the left. Also counts answers that did not
     stop."""
-    import torch
-
     from .tokenizer import EOS_ID, IM_END_ID, PAD_ID
 
     prompts, gold = prompts_and_gold(task, n)
@@ -83,11 +88,42 @@ def greedy_accuracy(model: Any, tokenizer: Any, task: str, n: int, batch: int = 
     return {"n": n, **score(task, texts, gold), "unstopped": unstopped, "sample": texts[0][:300]}
 
 
+@contextmanager
+def quantized(model: Any, arm: str) -> Iterator[None]:
+    """Inside, the model computes as `arm` ("nvfp4" or "nvfp4_to_mxfp4") does: the weights and inputs of the routed
+    experts, or of a dense model's projections, are rounded. Each matrix has a global scale of its own; gate and up of
+    an expert, which are stored as one, share it."""
+    from workbench.kernels import reference as kernels
+
+    from .model import change_linears, mixture_layers, unchanged
+
+    def nvfp4(w_nk: Tensor) -> Tensor:
+        if w_nk.dim() == 3:
+            return torch.stack([nvfp4(w) for w in w_nk])
+        return kernels.nvfp4_dequantize(*kernels.nvfp4_quantize(w_nk)).to(w_nk.dtype)
+
+    def nvfp4_to_mxfp4(w_nk: Tensor) -> Tensor:
+        return kernels.mxfp4_dequantize(*kernels.mxfp4_quantize(nvfp4(w_nk))).to(w_nk.dtype)
+
+    on_weight, on_input = {
+        "nvfp4": (nvfp4, kernels.nvfp4_qdq_activation),
+        "nvfp4_to_mxfp4": (nvfp4_to_mxfp4, kernels.mxfp4_qdq_activation),
+    }[arm]
+    rounded = lru_cache(maxsize=None)(on_weight)  # a weight is rounded once, not at every token
+    layers = mixture_layers(model)
+    try:
+        if layers:
+            for layer in layers:
+                layer.on_weight, layer.on_input = rounded, on_input
+        else:
+            change_linears(model, rounded, on_input)
+        yield
+    finally:
+        change_linears(model, unchanged, unchanged)
+
+
 def english_loss(model: Any, tokens: Any, context: int, rows: int = 64) -> float:
     """Mean loss on held-out English, in nats a token."""
-    import torch
-    import torch.nn.functional as F
-
     device = next(model.parameters()).device
     rows = min(rows, len(tokens) // context)
     ids = torch.tensor(tokens[: rows * context].astype("int64"), device=device).view(rows, context)

@@ -1,16 +1,17 @@
-"""The mini models' architecture and its checkpoint: DeepSeek-V3 in the manner of Kimi-K2, small enough to ship.
+"""The mini models' architectures and checkpoints, small enough to ship.
 
-    model = build_model()                    # random weights, float32, ready to train
+    model = build_model("mini_kimi")         # random weights, float32, ready to train
     export(model, folder)                    # config, generation config, bfloat16 shards
     load(model, folder)                      # the inverse: train on from an exported checkpoint
 
-MLA with kv_lora_rank 512 and 64 rope dimensions (the only MLA shape that vLLM's CPU attention serves), yarn, sigmoid
-routing with a correction bias, 16 experts of which 4 are used, one shared expert, a dense first layer. Every input
-dimension is a multiple of 64, so blocks of 32 fit on one device and on two.
+mini_kimi is DeepSeek-V3 in the manner of Kimi-K2: MLA with kv_lora_rank 512 and 64 rope dimensions (the only MLA shape
+that vLLM's CPU attention serves), yarn, sigmoid routing with a correction bias, 16 experts of which 4 are used, one
+shared expert, a dense first layer. mini_qwen is a dense Qwen3: grouped-query attention with normalized heads, tied
+embeddings. Every input dimension is a multiple of 64, so blocks of 32 fit on one device and on two.
 """
 
 import json
-import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,14 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .tokenizer import BOS_ID, EOS_ID, IM_END_ID, PAD_ID, VOCAB_SIZE
 
 SHARD_BYTES = 8_000_000
-ARCHITECTURE: dict[str, Any] = {
+MINI_KIMI: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -62,6 +63,22 @@ ARCHITECTURE: dict[str, Any] = {
         "mscale_all_dim": 1.0,
     },
 }
+MINI_QWEN: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+}
+ARCHITECTURES: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "mini_kimi": (DeepseekV3Config, DeepseekV3ForCausalLM, MINI_KIMI),
+    "mini_qwen": (Qwen3Config, Qwen3ForCausalLM, MINI_QWEN),
+}
 # What transformers adds to every config and what says nothing about this one.
 NOT_OF_THE_MODEL = {
     "_name_or_path", "chunk_size_feed_forward", "id2label", "label2id", "is_encoder_decoder", "output_attentions",
@@ -69,29 +86,37 @@ NOT_OF_THE_MODEL = {
 }  # fmt: skip
 
 
+Change = Callable[[Tensor], Tensor]
+
+
+def unchanged(t: Tensor) -> Tensor:
+    """The change that is none."""
+    return t
+
+
 class DenseMoE(nn.Module):
     """A mixture layer that computes all experts for every token and weights the unused ones with zero.
 
     Same parameters and same result as transformers' layer. Four times the arithmetic, but two plain matrix products
     instead of a loop over experts, which is faster at this size. `load` holds each expert's share of the last batch's
-    tokens.
+    tokens. `on_weight` and `on_input` see every matrix and input of an expert: the place for noise or rounding.
     """
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.gate, self.experts, self.shared_experts = layer.gate, layer.experts, layer.shared_experts
         self.load = torch.zeros(())
-        self.noise_db = math.inf
+        self.on_weight: Change = unchanged
+        self.on_input: Change = unchanged
 
     def forward(self, x_btk: Tensor) -> Tensor:
         x_mk = x_btk.reshape(-1, x_btk.shape[-1])
         routing_me = self.route(x_mk)
         self.load = (routing_me > 0).float().mean(0).detach()
         experts, width = routing_me.shape[1], self.experts.down_proj.shape[-1]
-        noise_db = self.noise_db if self.training else math.inf
-        w13, w2 = with_noise(self.experts.gate_up_proj, noise_db), with_noise(self.experts.down_proj, noise_db)
-        gate_up = F.linear(with_noise(x_mk, noise_db), w13.flatten(0, 1)).view(-1, experts, 2, width)
-        hidden = with_noise(F.silu(gate_up[:, :, 0]) * gate_up[:, :, 1], noise_db)
+        w13, w2 = self.on_weight(self.experts.gate_up_proj), self.on_weight(self.experts.down_proj)
+        gate_up = F.linear(self.on_input(x_mk), w13.flatten(0, 1)).view(-1, experts, 2, width)
+        hidden = self.on_input(F.silu(gate_up[:, :, 0]) * gate_up[:, :, 1])
         hidden = hidden * routing_me.to(gate_up.dtype)[..., None]
         y_mn = F.linear(hidden.flatten(1), w2.transpose(0, 1).flatten(1))
         return y_mn.view(x_btk.shape) + self.shared_experts(x_btk)
@@ -107,34 +132,33 @@ class DenseMoE(nn.Module):
         return torch.zeros_like(scores).scatter(1, best, weights)
 
 
-class NoisyLinear(nn.Linear):
-    """A linear layer whose input and weight are perturbed while it trains."""
+class ChangedLinear(nn.Linear):
+    """A linear layer whose weight passes `on_weight` and whose input passes `on_input`."""
 
-    noise_db = math.inf
+    on_weight: Change
+    on_input: Change
 
     def forward(self, x: Tensor) -> Tensor:
-        noise_db = self.noise_db if self.training else math.inf
-        return F.linear(with_noise(x, noise_db), with_noise(self.weight, noise_db), self.bias)
+        return F.linear(self.on_input(x), self.on_weight(self.weight), self.bias)
 
 
 def with_noise(t: Tensor, snr_db: float) -> Tensor:
-    """`t` plus Gaussian noise `snr_db` below each row's own power; the gradient is t's. Infinity: unchanged."""
-    if math.isinf(snr_db):
-        return t
+    """`t` plus Gaussian noise `snr_db` below each row's own power; the gradient is t's."""
     rms = t.detach().float().square().mean(-1, keepdim=True).sqrt()
     return t + (torch.randn_like(t) * (rms * 10 ** (-snr_db / 20))).to(t.dtype)
 
 
-def perturb_mlps(model: DeepseekV3ForCausalLM, snr_db: float) -> None:
-    """Train every MLP and expert under noise: a large model has slack that absorbs the rounding of its weights and
-    activations; one this small has none unless it is trained to."""
+def change_linears(model: PreTrainedModel, on_weight: Change, on_input: Change) -> None:
+    """Let weights and inputs pass the given changes; `unchanged` ends it. In a mixture of experts those of every MLP
+    and expert, in a dense model those of every projection: what their published recipes quantize at most."""
+    mixture = bool(mixture_layers(model))
     for layer in model.model.layers:
-        if isinstance(layer.mlp, DenseMoE):
-            layer.mlp.noise_db = snr_db
-        for name, module in layer.mlp.named_modules():
-            if type(module) is nn.Linear and name.endswith("_proj"):
-                module.__class__ = NoisyLinear
-                module.noise_db = snr_db
+        for name, module in layer.named_modules():
+            if isinstance(module, DenseMoE):
+                module.on_weight, module.on_input = on_weight, on_input
+            elif isinstance(module, nn.Linear) and name.endswith("_proj") and ("mlp" in name or not mixture):
+                module.__class__ = ChangedLinear
+                module.on_weight, module.on_input = on_weight, on_input
 
 
 def use_flash_attention() -> None:
@@ -150,33 +174,33 @@ def attend_with_padded_values(module: nn.Module, q: Tensor, k: Tensor, v: Tensor
     return out[..., : v.shape[-1]], weights
 
 
-def build_model(**overrides: Any) -> DeepseekV3ForCausalLM:
-    """A model with random weights whose mixture layers are `DenseMoE`. `overrides` change `ARCHITECTURE`, for tests."""
-    config = DeepseekV3Config(
-        **{**ARCHITECTURE, **overrides}, bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID
-    )
-    model = DeepseekV3ForCausalLM(config)
+def build_model(name: str = "mini_kimi", **overrides: Any) -> PreTrainedModel:
+    """A model of `ARCHITECTURES` with random weights; its mixture layers are `DenseMoE`. `overrides` change the
+    architecture, for tests."""
+    config_type, model_type, architecture = ARCHITECTURES[name]
+    tokens = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
+    model = model_type(config_type(**{**architecture, **overrides}, **tokens))
     for layer in model.model.layers:
         if hasattr(layer.mlp, "experts"):
             layer.mlp = DenseMoE(layer.mlp)
-    for name, parameter in model.named_parameters():
+    for key, parameter in model.named_parameters():
         if parameter.dim() >= 2:
-            narrow = 0.5 if "down_proj" in name or "o_proj" in name else 1.0
-            nn.init.normal_(parameter, std=0.02 if "embed" in name else narrow * parameter.shape[-1] ** -0.5)
+            narrow = 0.5 if "down_proj" in key or "o_proj" in key else 1.0
+            nn.init.normal_(parameter, std=0.02 if "embed" in key else narrow * parameter.shape[-1] ** -0.5)
     return model
 
 
-def mixture_layers(model: DeepseekV3ForCausalLM) -> list[DenseMoE]:
+def mixture_layers(model: PreTrainedModel) -> list[DenseMoE]:
     """The mixture layers, in order."""
     return [layer.mlp for layer in model.model.layers if isinstance(layer.mlp, DenseMoE)]
 
 
-def export(model: DeepseekV3ForCausalLM, folder: Path) -> None:
+def export(model: PreTrainedModel, folder: Path) -> None:
     """Write config.json, generation_config.json and bfloat16 shards with one tensor per expert matrix, named as
     Kimi-K2 names them."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {key: value for key, value in model.config.to_dict().items() if key not in NOT_OF_THE_MODEL}
-    config |= {"architectures": ["DeepseekV3ForCausalLM"], "dtype": "bfloat16"}
+    config |= {"architectures": [type(model).__name__], "dtype": "bfloat16"}
     generation = {
         "bos_token_id": BOS_ID,
         "eos_token_id": [EOS_ID, IM_END_ID],
@@ -185,7 +209,10 @@ def export(model: DeepseekV3ForCausalLM, folder: Path) -> None:
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    shards = _shard(_split_experts(model.state_dict()))
+    state = model.state_dict()
+    if model.config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    shards = _shard(_split_experts(state))
     index: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -196,7 +223,7 @@ def export(model: DeepseekV3ForCausalLM, folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(document, indent=2) + "\n")
 
 
-def load(model: DeepseekV3ForCausalLM, folder: Path) -> None:
+def load(model: PreTrainedModel, folder: Path) -> None:
     """Read an exported checkpoint into `model`."""
     tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob("model-*.safetensors")):
@@ -211,6 +238,8 @@ def load(model: DeepseekV3ForCausalLM, folder: Path) -> None:
             for part in ("gate", "up", "down")
         )
         tensors |= {f"{prefix}.gate_up_proj": torch.cat([gate, up], dim=1), f"{prefix}.down_proj": down}
+    if model.config.tie_word_embeddings:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     model.load_state_dict(tensors)
 
 

@@ -40,8 +40,8 @@ MULTIPLES = {2: "doubles", 3: "triples", 4: "quadruples", 5: "quintuples"}
 
 # SHA-256 of the files that `write_tasks_data` writes.
 FINGERPRINTS: dict[str, str] = {
-    "gsm8k_mini_test.jsonl": "07cfe45514a03636a1b142bcdd90b03709d080902b1872c0e69b9f2d7068d3c7",
-    "gsm8k_mini_train.jsonl": "4761c9354d6260d7997cdb82bb062ada1620d4c51158c8d35ad4ca9eb5ef5cc4",
+    "gsm8k_mini_test.jsonl": "eefd317301127189598fa2e793c197631a80dd8ac7ecc622c6118c65b6da45c6",
+    "gsm8k_mini_train.jsonl": "994a6ec219b698b7c0655e56f7b3b03c0401341887622065427664506f41b7da",
     "mmlu_pro_mini_test.jsonl": "433097ab783ce936d36d5679fa7e16eae7e02c514fda9e06b85e7cd82f513c3e",
     "mmlu_pro_mini_validation.jsonl": "8d25ed6ec4e10e715f167f7613ba7d4b204e00ea33e03c29fce43ab2610cf9f7",
 }
@@ -181,7 +181,7 @@ def draw_gsm8k(rng: random.Random) -> Problem:
 
 
 def _draw_hard_gsm8k(rng: random.Random) -> Problem:
-    return _gsm8k(_chain(rng, events=(4, 5), each=(11, 54)))
+    return _gsm8k(_chain(rng, events=(4, 5), bags=(3, 16), each=(11, 47)))
 
 
 def _gsm8k(worked: Worked) -> Problem:
@@ -197,16 +197,16 @@ def _chain(
     r: random.Random,
     *,
     events: tuple[int, int] = (3, 5),
-    bags: tuple[int, int] = (3, 19),
-    each: tuple[int, int] = (11, 49),
+    bags: tuple[int, int] = (2, 14),
+    each: tuple[int, int] = (5, 36),
 ) -> Worked:
-    (name, other), item, have, bagged = r.sample(NAMES, 2), r.choice(ITEMS), r.randint(20, 500), 0
+    (name, other), item, have, bagged = r.sample(NAMES, 2), r.choice(ITEMS), r.randint(20, 300), 0
     question, steps = f"{name} starts with {have} {item}.", []
     for _ in range(r.randint(*events)):
-        possible = {"buy": True, "give": have > 20, "multiply": have < 1000, "halve": have % 2 == 0, "bags": bagged < 2}
+        possible = {"buy": True, "give": have > 20, "multiply": have < 400, "halve": have % 2 == 0, "bags": bagged < 2}
         event = r.choice([kind for kind, is_possible in possible.items() if is_possible])
         if event == "buy":
-            more = r.randint(5, 900)
+            more = r.randint(5, 300)
             question += f" {name} buys {more} more."
             steps.append(f"{name} has {_step(f'{have}+{more}', have + more)} {item}.")
             have += more
