@@ -1,7 +1,7 @@
-"""Element codecs beyond E2M1: E2M3, E3M2, E4M3, E5M2 floats and INT4, INT8 integers, exact in float32.
+"""Element codecs: E2M1, E2M3, E3M2, E4M3, E5M2 floats and INT4, INT8 integers, exact in float32.
 
-    codes = unpack(packed, "e2m3")        # uint8, one code an element
-    values = decode(packed, "e2m3")       # float32 [..., K]
+    codes = encode(x, "e2m3")             # one code an element
+    values = decode(pack(codes, "e2m3"), "e2m3")  # float32 [..., K]
 
 Packed forms, K the last dimension: 4-bit elements two a byte, the even index low; 6-bit elements four in three bytes,
 a little-endian bit stream; 8-bit elements one a byte, in their own torch dtype. Sources: OCP Microscaling Formats (MX)
@@ -17,29 +17,32 @@ import torch
 from torch import Tensor
 
 from .reference import e2m1_values, unpack_fp4
+from .tables import Ties, Zeros
 
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """bits: stored bits. max: largest magnitude. emax: exponent of the largest power of two. dtype: of packed codes."""
+    """bits: stored bits. max: largest magnitude. emax: exponent of the largest power of two. mantissa_bits: explicit
+    ones of a float (0: an integer). dtype: of packed codes."""
 
     name: str
     bits: int
     max: float
     emax: int
+    mantissa_bits: int
     dtype: torch.dtype
 
 
 ELEMENTS = {
     e.name: e
     for e in (
-        Element("e2m1", 4, 6.0, 2, torch.uint8),
-        Element("e2m3", 6, 7.5, 2, torch.uint8),
-        Element("e3m2", 6, 28.0, 4, torch.uint8),
-        Element("e4m3", 8, 448.0, 8, torch.float8_e4m3fn),
-        Element("e5m2", 8, 57344.0, 15, torch.float8_e5m2),
-        Element("int4", 4, 8.0, 3, torch.uint8),  # two's complement, -8..7
-        Element("int8", 8, 128.0, 7, torch.int8),
+        Element("e2m1", 4, 6.0, 2, 1, torch.uint8),
+        Element("e2m3", 6, 7.5, 2, 3, torch.uint8),
+        Element("e3m2", 6, 28.0, 4, 2, torch.uint8),
+        Element("e4m3", 8, 448.0, 8, 3, torch.float8_e4m3fn),
+        Element("e5m2", 8, 57344.0, 15, 2, torch.float8_e5m2),
+        Element("int4", 4, 8.0, 3, 0, torch.uint8),  # two's complement, -8..7
+        Element("int8", 8, 128.0, 7, 0, torch.int8),
     )
 }
 
@@ -77,6 +80,32 @@ def pack(codes: Tensor, element: str) -> Tensor:
     return torch.stack([(word >> shift) & 0xFF for shift in (0, 8, 16)], dim=-1).flatten(-2).to(torch.uint8)
 
 
+def encode(x: Tensor, element: str, ties: Ties = Ties.EVEN, zeros: Zeros = Zeros.SIGNED) -> Tensor:
+    """Round float32 `x` to codes of `element`, one an element: nearest, saturating at the largest magnitude.
+
+    Returns uint8 for 4- and 6-bit elements, the element's own dtype for 8-bit ones. ties and zeros: of floats; integers
+    go to the even neighbour and have one zero. NaN has no code and is the caller's to refuse.
+    """
+    spec = ELEMENTS[element]
+    x = x.float()
+    if not spec.mantissa_bits:
+        rounded = x.round().clamp(-spec.max, spec.max - 1).to(torch.int8)
+        return rounded if spec.bits == 8 else (rounded & 0xF).view(torch.uint8)
+    midpoints = _midpoints(element).to(x.device)
+    magnitude = x.abs()
+    code = torch.bucketize(magnitude, midpoints)  # a value on a midpoint takes the lower neighbour
+    if ties is not Ties.ZERO:
+        upper = torch.bucketize(magnitude, midpoints, right=True)
+        code = upper if ties is Ties.AWAY else torch.where(code % 2 == 1, upper, code)
+    negative = torch.signbit(x) if zeros is Zeros.SIGNED else x < 0
+    if zeros is Zeros.POSITIVE:
+        negative = negative & (code > 0)
+    elif zeros is Zeros.NEGATIVE:
+        negative = negative | (x == 0)
+    code = code + (negative.to(code.dtype) << (spec.bits - 1))
+    return code.to(torch.uint8).view(spec.dtype)
+
+
 def decode(packed: Tensor, element: str) -> Tensor:
     """Packed codes `[..., C]` to float32 values `[..., K]`."""
     if element == "e2m1":
@@ -87,6 +116,16 @@ def decode(packed: Tensor, element: str) -> Tensor:
         codes = unpack_fp4(packed).to(torch.int8)
         return torch.where(codes >= 8, codes - 16, codes).float()
     return packed.float()
+
+
+@functools.cache
+def _midpoints(element: str) -> Tensor:
+    """Midpoints between neighbouring magnitudes of a float element, exact in float32."""
+    spec = ELEMENTS[element]
+    codes = torch.arange(1 << (spec.bits - 1), dtype=torch.int32).to(torch.uint8)
+    values = decode(pack(codes.view(spec.dtype), element), element)
+    magnitudes = values[values <= spec.max]  # drops infinity and NaN
+    return (magnitudes[1:] + magnitudes[:-1]) / 2
 
 
 @functools.cache

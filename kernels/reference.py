@@ -1,4 +1,4 @@
-"""The definition: NVFP4 and MXFP4 on plain tensors, exact in float32.
+"""The definition: NVFP4 and MXFP4 under their plain rules, exact in float32.
 
 Every faster path is compared with these functions bit for bit. They favour being read over being fast: a step is one
 line of arithmetic on float32. Weights are `[..., N, K]` with blocks along K; packed codes are `[..., N, K/2]` uint8
@@ -6,6 +6,9 @@ with the even K index in the low nibble.
 
     codes, scales, global_scale = nvfp4_quantize(w_nk)
     w_hat_nk = nvfp4_dequantize(codes, scales, global_scale)
+
+The other rules of both, the producers' included, are in `nvfp4.py` and `mx.py`, other element formats in `elements.py`,
+FP8 and INT in `scaled.py`.
 """
 
 from __future__ import annotations
@@ -78,28 +81,37 @@ def e8m0_values(scale_bytes: Tensor) -> Tensor:
     return torch.where(scale_bytes == E8M0_NAN, torch.full_like(value, torch.nan), value)
 
 
+def mx_exponents(
+    amax: Tensor, rule: ScaleRule | str, *, emax: int = E2M1_EMAX, largest: float = E2M1_MAX, mantissa_bits: int = 1
+) -> Tensor:
+    """Exponents k (int32) of the shared scale 2**k for block maxima `amax` (float32, finite, > 0), unclamped.
+
+    emax, largest, mantissa_bits: of the element format; E2M1 by default. rule: floor, even, ceil or rceil, else
+    ValueError. log2 is taken from the float's bits: float log2 errs near powers of two.
+    """
+    rule = ScaleRule(rule)
+    mantissa, exponent = torch.frexp(amax.float())  # amax = mantissa * 2**exponent, mantissa in [0.5, 1)
+    significand = mantissa * 2  # in [1, 2), exact
+    k = exponent - 1 - emax
+    if rule is ScaleRule.FLOOR:
+        return k
+    if rule is ScaleRule.EVEN:
+        return k + (significand >= 2 - 0.5 ** (mantissa_bits + 1)).int()
+    if rule is ScaleRule.CEIL:
+        return k + (significand > 1.0).int()
+    if rule is ScaleRule.RCEIL:  # amax / largest = (significand / largest's significand) * 2**k
+        return k + (significand > largest / 2**emax).int()
+    raise ValueError(f"MXFP4 has no scale rule {rule.value!r} of the exponent alone; choose floor, even, rceil or ceil")
+
+
 def mxfp4_scale_bytes(amax: Tensor, rule: ScaleRule | str) -> Tensor:
     """Block maxima (float32, >= 0) to E8M0 bytes under `rule`; a zero block gets byte 0, NaN or infinity byte 255.
 
-    log2 is taken from the float's bits: float log2 errs near powers of two. The byte is at most 252, so that the
-    largest element, 6 * 2**125, is finite in float32 (maxima from 1.5 * 2**127 on saturate).
+    The byte is at most 252, so that the largest element, 6 * 2**125, is finite in float32 (maxima from 1.5 * 2**127 on
+    saturate).
     """
-    rule = ScaleRule(rule)
     amax = amax.float()
-    mantissa, exponent = torch.frexp(amax)  # amax = mantissa * 2**exponent, mantissa in [0.5, 1)
-    floor_log2 = exponent - 1
-    significand = mantissa * 2  # in [1, 2), exact
-    if rule is ScaleRule.FLOOR:
-        k = floor_log2 - E2M1_EMAX
-    elif rule is ScaleRule.EVEN:
-        k = floor_log2 + (significand >= 1.75).int() - E2M1_EMAX
-    elif rule is ScaleRule.CEIL:
-        k = floor_log2 + (significand > 1.0).int() - E2M1_EMAX
-    elif rule is ScaleRule.RCEIL:
-        k = floor_log2 + (significand > 1.5).int() - E2M1_EMAX  # ceil(log2(a/6)): a/6 = (significand/1.5) * 2**(e-2)
-    else:
-        raise ValueError(f"MXFP4 has no scale rule {rule.value!r}; choose floor, even, rceil or ceil")
-    byte = (k + E8M0_BIAS).clamp(0, MXFP4_MAX_SCALE_BYTE)
+    byte = (mx_exponents(amax, rule) + E8M0_BIAS).clamp(0, MXFP4_MAX_SCALE_BYTE)
     byte = torch.where(amax == 0, torch.zeros_like(byte), byte)
     return torch.where(amax.isfinite(), byte, torch.full_like(byte, E8M0_NAN)).to(torch.uint8)
 
@@ -107,14 +119,14 @@ def mxfp4_scale_bytes(amax: Tensor, rule: ScaleRule | str) -> Tensor:
 # ---- NVFP4 -----------------------------------------------------------------------------------------------------------
 
 
-def nvfp4_global_scale(amax: Tensor) -> Tensor:
-    """Decode multiplier of a tensor with largest magnitude `amax`: amax / (6 * 448), float32; 1.0 for an all-zero one.
+def nvfp4_global_scale(amax: Tensor, divisor: float = E2M1_MAX * E4M3_MAX) -> Tensor:
+    """Decode multiplier of a tensor with largest magnitude `amax`: amax / divisor, float32; 1.0 for an all-zero one.
 
     ModelOpt writes 0 for an all-zero matrix and NaN block scales with it; 1.0 keeps every stored value finite. For the
     same reason it is at least 2**-118: below, 1 / global / block scale leaves float32 (amax < 9e-33 only).
     """
     amax = amax.float()
-    scale = (amax / (E2M1_MAX * E4M3_MAX)).clamp(min=NVFP4_MIN_GLOBAL)
+    scale = (amax / divisor).clamp(min=NVFP4_MIN_GLOBAL)
     return torch.where(amax == 0, torch.ones_like(amax), scale)
 
 

@@ -1,6 +1,7 @@
 """Number formats: one table row per format, one canonical quantized tensor."""
 
-from .table import FORMATS, Format, get_format
+from .cast import mxfp4_to_nvfp4
+from .table import FORMATS, Format, get_format, global_scale
 from .tensor import QuantizedTensor, quantize
 
-__all__ = ["FORMATS", "Format", "QuantizedTensor", "get_format", "quantize"]
+__all__ = ["FORMATS", "Format", "QuantizedTensor", "get_format", "global_scale", "mxfp4_to_nvfp4", "quantize"]

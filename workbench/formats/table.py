@@ -1,17 +1,23 @@
-"""The formats the workbench knows, a row each. A new format is one entry here plus its kernels."""
+"""The formats the workbench knows, a row each. A new format is one entry here plus its kernels.
+
+    spec = get_format("fp8_block")
+    codes, scales, *_ = spec.quantize(w_nk, spec.rule("amax"), (128, 128), None)
+
+docs/formats.md describes each format and each of its scale rules.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from workbench.errors import FormatError
-from workbench.kernels import cpu, elements, reference
-from workbench.kernels.tables import MXFP4_BLOCK, MXFP4_RULES, NVFP4_BLOCK, NVFP4_RULES, ScaleRule
+from workbench.kernels import cpu, elements, mx, nvfp4, reference, scaled
+from workbench.kernels.tables import E4M3_MAX, MXFP4_BLOCK, MXFP4_RULES, NVFP4_BLOCK, ScaleRule
 
 SCALE_DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "e4m3": (torch.float8_e4m3fn,),
@@ -21,7 +27,18 @@ SCALE_DTYPES: dict[str, tuple[torch.dtype, ...]] = {
 VARIABLE = -1  # of a block's rows or columns: the tensor says how many
 WHOLE = 0  # of a block's rows or columns: all of them share a scale
 
-Quantize = Callable[[Tensor, ScaleRule, Tensor | None], tuple[Tensor, Tensor, Tensor | None]]
+
+class Parts(NamedTuple):
+    """What quantizing gives: the tensors of a QuantizedTensor."""
+
+    codes: Tensor
+    block_scales: Tensor
+    global_scale: Tensor | None = None
+    zero_points: Tensor | None = None
+
+
+Block = tuple[int, int]
+Quantize = Callable[[Tensor, ScaleRule, Block, Tensor | None], Parts]
 Dequantize = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
@@ -29,26 +46,32 @@ Dequantize = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 class Format:
     """One number format: elements of `element` (a row of `kernels.elements`), scaled by blocks.
 
-    block, rows: elements of K, and rows of N, that share a scale (WHOLE, VARIABLE). scale: a key of SCALE_DTYPES.
-    has_global: whether a float32 decode multiplier goes with the block scales. zero_points: whether a tensor may have
-    them. bits: stored bits a weight, scales included (of the elements alone where the block is VARIABLE or WHOLE).
-    rules: scale rules, the default first; none: the format is read, not written.
-    quantize(w, rule, global_scale) -> (codes, block_scales, global_scale). dequantize is its inverse in float32, and
-    dequantize_cpu(..., dtype) the same bits from the faster CPU kernels, cast once; both None: the generic decoder of
-    `tensor.py`. qdq_activation(x, rule, global_scale) rounds activations through the format; None: it is no activation
-    format.
+    block, rows: elements of K, and rows of N, that share a scale (WHOLE, VARIABLE). default_block: (rows, columns)
+    where they are VARIABLE and none are given. partial_blocks: whether a last block may have fewer columns. scale: a
+    key of SCALE_DTYPES. has_global: whether a decode multiplier goes with the block scales. zero_points: whether a
+    tensor may have them. bits: stored bits a weight, scales included (of the elements alone where the block is VARIABLE
+    or WHOLE). rules: scale rules, the default first.
+    quantize(w, rule, block, global_scale) -> Parts. shared_scale(rule, amax): the multiplier that tensors fused at
+    serving share (the global scale, or an 8-bit tensor's only one); None: there is none.
+    dequantize is the inverse of quantize in float32, and dequantize_cpu(..., dtype) the same bits from the faster CPU
+    kernels, cast once; both None: the generic decoder of `tensor.py`.
+    qdq_activation(x, rule, input_scale) rounds activations `[M, K]` through the format; None: it is no activation
+    format. input_scale: a static decode multiplier; None: dynamic, by token.
     """
 
     name: str
     element: str
     block: int
     rows: int = 1
+    default_block: Block | None = None
+    partial_blocks: bool = False
     scale: str
     bits: float
     has_global: bool = False
     zero_points: bool = False
-    rules: tuple[ScaleRule, ...] = ()
-    quantize: Quantize | None = None
+    rules: tuple[ScaleRule, ...]
+    quantize: Quantize
+    shared_scale: Callable[[ScaleRule, Tensor], Tensor] | None = None
     dequantize: Dequantize | None = None
     dequantize_cpu: Callable[[Tensor, Tensor, Tensor | None, torch.dtype], Tensor] | None = None
     qdq_activation: Callable[[Tensor, ScaleRule, Tensor | None], Tensor] | None = None
@@ -59,8 +82,6 @@ class Format:
 
     def rule(self, name: str | None) -> ScaleRule:
         """The scale rule called `name` (None: the default). Raises FormatError naming the choices."""
-        if not self.rules:
-            raise FormatError(f"{self.name} is read, not written: it has no scale rule", fix="choose another format")
         if name is None:
             return self.default_rule
         for rule in self.rules:
@@ -68,6 +89,24 @@ class Format:
                 return rule
         choices = ", ".join(r.value for r in self.rules)
         raise FormatError(f"{self.name} has no scale rule {name!r}", fix=f"choose one of: {choices}")
+
+    def resolve_block(self, block: Block | None) -> Block:
+        """(rows, columns) that share a scale: `block`, or the format's own or default one for None.
+
+        Raises FormatError for a block that the format cannot have.
+        """
+        own = (self.rows, self.block)
+        if block is None:
+            return own if VARIABLE not in own else self.default_block or own
+        wrong = [b for b, fixed in zip(block, own, strict=True) if (b < 1 if fixed == VARIABLE else b != fixed)]
+        if wrong:
+            names = {VARIABLE: "any number", WHOLE: "0 (all)"}
+            rows, columns = (names.get(b, str(b)) for b in own)
+            raise FormatError(
+                f"{self.name} has no blocks of {block[0]} x {block[1]}",
+                fix=f"give block=(rows, columns) with rows = {rows}, columns = {columns}",
+            )
+        return block
 
     def scale_shape(self, shape: tuple[int, ...], block: tuple[int, int] | None = None) -> tuple[int, ...]:
         """Shape of the block scales of a tensor of `shape` `[..., N, K]` (or `[K]`); partial last blocks count.
@@ -85,6 +124,21 @@ def _fastest(x: Tensor) -> Any:
     return cpu if x.device.type == "cpu" else reference
 
 
+def _required(global_scale: Tensor | None) -> Tensor:
+    if global_scale is None:
+        raise FormatError("a quantized tensor without its global scale", fix="give the decode multiplier (float32)")
+    return global_scale
+
+
+# ---- NVFP4 -----------------------------------------------------------------------------------------------------------
+
+
+def _nvfp4_quantize(w: Tensor, rule: ScaleRule, block: Block, global_scale: Tensor | None) -> Parts:
+    if rule is ScaleRule.AMAX:
+        return Parts(*_fastest(w).nvfp4_quantize(w, global_scale))
+    return Parts(*nvfp4.quantize(w, rule, global_scale))
+
+
 def _nvfp4_dequantize(codes: Tensor, scales: Tensor, global_scale: Tensor | None) -> Tensor:
     return reference.nvfp4_dequantize(codes, scales, _required(global_scale))
 
@@ -93,15 +147,85 @@ def _nvfp4_dequantize_cpu(codes: Tensor, scales: Tensor, global_scale: Tensor | 
     return cpu.nvfp4_dequantize(codes, scales, _required(global_scale), dtype)
 
 
-def _required(global_scale: Tensor | None) -> Tensor:
+def _int4_after_fp8_dequantize(codes: Tensor, scales: Tensor, global_scale: Tensor | None) -> Tensor:
+    """(code * row's scale) * global, in Quark's order of products: another order differs in the last bit."""
+    return elements.decode(codes, "int4") * scales.float() * _required(global_scale)
+
+
+def _w4a8_global(rule: ScaleRule, amax: Tensor) -> Tensor:
+    return reference.nvfp4_global_scale(amax, E4M3_MAX)
+
+
+def _w4a8_quantize(w: Tensor, rule: ScaleRule, block: Block, global_scale: Tensor | None) -> Parts:
     if global_scale is None:
-        raise FormatError("an NVFP4 tensor without its global scale", fix="give the decode multiplier (float32)")
-    return global_scale
+        global_scale = _w4a8_global(rule, w.abs().amax())
+    return Parts(*nvfp4.quantize(w, rule, global_scale, block[1]))
 
 
-def _mxfp4_quantize(w: Tensor, rule: ScaleRule, global_scale: Tensor | None) -> tuple[Tensor, Tensor, None]:
-    codes, scales = reference.mxfp4_quantize(w, rule)
-    return codes, scales, None
+# ---- MX --------------------------------------------------------------------------------------------------------------
+
+_MX_RULES = (ScaleRule.EVEN, ScaleRule.FLOOR, ScaleRule.RCEIL, ScaleRule.CEIL, ScaleRule.MSE, ScaleRule.MICROXCALING)
+
+
+def _mxfp4_quantize(w: Tensor, rule: ScaleRule, block: Block, global_scale: Tensor | None) -> Parts:
+    if rule in MXFP4_RULES:
+        return Parts(*_fastest(w).mxfp4_quantize(w, rule))
+    return Parts(*mx.quantize(w, "e2m1", rule, block))
+
+
+def _mxfp4_qdq_activation(x: Tensor, rule: ScaleRule, input_scale: Tensor | None) -> Tensor:
+    if rule in MXFP4_RULES:
+        return _fastest(x).mxfp4_qdq_activation(x, rule)
+    return mx.qdq_activation(x, "e2m1", rule)
+
+
+def _mx_quantize(element: str) -> Quantize:
+    return lambda w, rule, block, global_scale: Parts(*mx.quantize(w, element, rule, block))
+
+
+def _mx_format(
+    name: str, element: str, bits: float, producers: tuple[ScaleRule, ...], *, default: ScaleRule, rows: int = 1
+) -> Format:
+    return Format(
+        name=name,
+        element=element,
+        block=MXFP4_BLOCK,
+        rows=rows,
+        default_block=(1, MXFP4_BLOCK) if rows == VARIABLE else None,
+        scale="e8m0",
+        bits=bits,
+        rules=(default, *(r for r in _MX_RULES if r is not default), *producers),
+        quantize=_mx_quantize(element),
+        qdq_activation=lambda x, rule, input_scale: mx.qdq_activation(x, element, rule),
+    )
+
+
+# ---- float scales ----------------------------------------------------------------------------------------------------
+
+_CT, _MODELOPT, _TORCHAO = ScaleRule.LLM_COMPRESSOR, ScaleRule.MODELOPT, ScaleRule.TORCHAO
+_QUARKS = (ScaleRule.QUARK, ScaleRule.QUARK_F2F)
+_FP8_RULES = (ScaleRule.AMAX, _MODELOPT, _CT, *_QUARKS)
+_INT_RULES = (ScaleRule.AMAX, ScaleRule.MINMAX, _CT, ScaleRule.LLM_COMPRESSOR_ASYM, *_QUARKS)
+
+
+def _scaled_quantize(element: str) -> Quantize:
+    def quantize(w: Tensor, rule: ScaleRule, block: Block, shared: Tensor | None) -> Parts:
+        parts = scaled.quantize(w, element, rule, block, None if shared is None else shared.float().reshape(1, 1))
+        return Parts(parts.codes, parts.scales, None, parts.zero_points)
+
+    return quantize
+
+
+def _int4_after_fp8(w: Tensor, rule: ScaleRule, block: Block, global_scale: Tensor | None) -> Parts:
+    return Parts(*scaled.quantize_int4_after_fp8(w, rule, global_scale))
+
+
+def _fp8_activation(group: int = 0) -> Callable[[Tensor, ScaleRule, Tensor | None], Tensor]:
+    return lambda x, rule, input_scale: scaled.qdq_activation(x, "e4m3", input_scale, group)
+
+
+def _int8_activation(x: Tensor, rule: ScaleRule, input_scale: Tensor | None) -> Tensor:
+    return scaled.qdq_activation(x, "int8", input_scale)
 
 
 FORMATS: dict[str, Format] = {
@@ -113,12 +237,13 @@ FORMATS: dict[str, Format] = {
             block=NVFP4_BLOCK,
             scale="e4m3",
             bits=4.5,
-            rules=NVFP4_RULES,
             has_global=True,
-            quantize=lambda w, rule, g: reference.nvfp4_quantize(w, g),
+            rules=tuple(nvfp4.RULES),
+            quantize=_nvfp4_quantize,
+            shared_scale=lambda rule, amax: nvfp4.get_rule(rule).global_scale(amax),
             dequantize=_nvfp4_dequantize,
             dequantize_cpu=_nvfp4_dequantize_cpu,
-            qdq_activation=lambda x, rule, g: _fastest(x).nvfp4_qdq_activation(x, g),
+            qdq_activation=lambda x, rule, input_scale: _fastest(x).nvfp4_qdq_activation(x, input_scale),
         ),
         Format(
             name="mxfp4",
@@ -126,27 +251,122 @@ FORMATS: dict[str, Format] = {
             block=MXFP4_BLOCK,
             scale="e8m0",
             bits=4.25,
-            rules=(ScaleRule.EVEN, *(r for r in MXFP4_RULES if r is not ScaleRule.EVEN)),
+            rules=(*_MX_RULES, _MODELOPT, _CT, ScaleRule.QUARK, _TORCHAO),
             quantize=_mxfp4_quantize,
             dequantize=lambda codes, scales, g: reference.mxfp4_dequantize(codes, scales),
             dequantize_cpu=lambda codes, scales, g, dtype: cpu.mxfp4_dequantize(codes, scales, dtype),
-            qdq_activation=lambda x, rule, g: _fastest(x).mxfp4_qdq_activation(x, rule),
+            qdq_activation=_mxfp4_qdq_activation,
         ),
-        # ModelOpt's W4A8: E2M1 with E4M3 scales a block of 32, global scale amax / 448.
-        Format(name="nvfp4_w4a8", element="e2m1", block=32, scale="e4m3", bits=4.25, has_global=True),
-        Format(name="mxfp6_e2m3", element="e2m3", block=32, scale="e8m0", bits=6.25),
-        Format(name="mxfp6_e3m2", element="e3m2", block=32, scale="e8m0", bits=6.25),
-        Format(name="mxfp8_e4m3", element="e4m3", block=32, rows=VARIABLE, scale="e8m0", bits=8.25),
-        Format(name="mxfp8_e5m2", element="e5m2", block=32, rows=VARIABLE, scale="e8m0", bits=8.25),
-        Format(name="fp8_tensor", element="e4m3", block=WHOLE, rows=WHOLE, scale="float", bits=8.0),
-        Format(name="fp8_channel", element="e4m3", block=WHOLE, scale="float", bits=8.0),
-        Format(name="fp8_block", element="e4m3", block=VARIABLE, rows=VARIABLE, scale="float", bits=8.0),
-        # Quark's int4_fp8: int4 with a float scale a row, and one global multiplier (that of the FP8 step before).
-        Format(name="int4_channel", element="int4", block=WHOLE, scale="float", bits=4.0, has_global=True),
-        Format(name="int4_group", element="int4", block=VARIABLE, scale="float", bits=4.0, zero_points=True),
-        Format(name="int8_group", element="int8", block=VARIABLE, scale="float", bits=8.0, zero_points=True),
-        Format(name="int8_tensor", element="int8", block=WHOLE, rows=WHOLE, scale="float", bits=8.0, zero_points=True),
-        Format(name="int8_channel", element="int8", block=WHOLE, scale="float", bits=8.0, zero_points=True),
+        # ModelOpt's W4A8: E2M1 with E4M3 scales a block of 32, global scale amax / 448; its activations are FP8.
+        Format(
+            name="nvfp4_w4a8",
+            element="e2m1",
+            block=32,
+            scale="e4m3",
+            bits=4.25,
+            has_global=True,
+            rules=(ScaleRule.AMAX, ScaleRule.MODELOPT, ScaleRule.MSE),
+            quantize=_w4a8_quantize,
+            shared_scale=_w4a8_global,
+            qdq_activation=_fp8_activation(),
+        ),
+        _mx_format("mxfp6_e2m3", "e2m3", 6.25, (ScaleRule.QUARK, _TORCHAO), default=ScaleRule.EVEN),
+        _mx_format("mxfp6_e3m2", "e3m2", 6.25, (ScaleRule.QUARK, _TORCHAO), default=ScaleRule.EVEN),
+        _mx_format("mxfp8_e4m3", "e4m3", 8.25, (_MODELOPT, _CT, _TORCHAO), default=ScaleRule.RCEIL, rows=VARIABLE),
+        _mx_format("mxfp8_e5m2", "e5m2", 8.25, (_TORCHAO,), default=ScaleRule.RCEIL, rows=VARIABLE),
+        Format(
+            name="fp8_tensor",
+            element="e4m3",
+            block=WHOLE,
+            rows=WHOLE,
+            scale="float",
+            bits=8.0,
+            rules=_FP8_RULES,
+            quantize=_scaled_quantize("e4m3"),
+            shared_scale=lambda rule, amax: scaled.only_scale(amax, "e4m3", rule),
+            qdq_activation=_fp8_activation(),
+        ),
+        Format(
+            name="fp8_channel",
+            element="e4m3",
+            block=WHOLE,
+            scale="float",
+            bits=8.0,
+            rules=_FP8_RULES,
+            quantize=_scaled_quantize("e4m3"),
+            qdq_activation=_fp8_activation(),
+        ),
+        Format(
+            name="fp8_block",
+            element="e4m3",
+            block=VARIABLE,
+            rows=VARIABLE,
+            default_block=(128, 128),
+            partial_blocks=True,
+            scale="float",
+            bits=8.0,
+            rules=(ScaleRule.AMAX, ScaleRule.RCEIL, _MODELOPT, _CT),
+            quantize=_scaled_quantize("e4m3"),
+            qdq_activation=_fp8_activation(128),
+        ),
+        # AMD Quark's int4_fp8: INT4 with a float scale a row, and one global multiplier (that of the FP8 step before).
+        Format(
+            name="int4_channel",
+            element="int4",
+            block=WHOLE,
+            scale="float",
+            bits=4.0,
+            has_global=True,
+            rules=(ScaleRule.QUARK_F2F,),
+            quantize=_int4_after_fp8,
+            dequantize=_int4_after_fp8_dequantize,
+            shared_scale=lambda rule, amax: scaled.fp8_global_scale(amax),
+        ),
+        Format(
+            name="int4_group",
+            element="int4",
+            block=VARIABLE,
+            default_block=(1, 128),
+            scale="float",
+            bits=4.0,
+            zero_points=True,
+            rules=(*_INT_RULES, _MODELOPT),
+            quantize=_scaled_quantize("int4"),
+        ),
+        Format(
+            name="int8_group",
+            element="int8",
+            block=VARIABLE,
+            default_block=(1, 128),
+            scale="float",
+            bits=8.0,
+            zero_points=True,
+            rules=_INT_RULES,
+            quantize=_scaled_quantize("int8"),
+        ),
+        Format(
+            name="int8_tensor",
+            element="int8",
+            block=WHOLE,
+            rows=WHOLE,
+            scale="float",
+            bits=8.0,
+            zero_points=True,
+            rules=(ScaleRule.AMAX, ScaleRule.MINMAX),
+            quantize=_scaled_quantize("int8"),
+            qdq_activation=_int8_activation,
+        ),
+        Format(
+            name="int8_channel",
+            element="int8",
+            block=WHOLE,
+            scale="float",
+            bits=8.0,
+            zero_points=True,
+            rules=(*_INT_RULES, _MODELOPT),
+            quantize=_scaled_quantize("int8"),
+            qdq_activation=_int8_activation,
+        ),
     )
 }
 
@@ -156,6 +376,19 @@ def get_format(name: str) -> Format:
     if name not in FORMATS:
         raise FormatError(f"unknown number format {name!r}", fix=f"choose one of: {', '.join(FORMATS)}")
     return FORMATS[name]
+
+
+def global_scale(format: str, rule: str | None, amax: Tensor) -> Tensor:
+    """The decode multiplier that `rule` gives a tensor, or tensors fused at serving, whose largest magnitude is `amax`.
+
+    amax: scalar. Returns what `quantize(..., global_scale=)` takes: float32 (float64 for a rule whose tool stores a
+    divisor). Raises FormatError for a format whose tensors share no scale.
+    """
+    spec = get_format(format)
+    chosen = spec.rule(rule)
+    if spec.shared_scale is None:
+        raise FormatError(f"{format} has no scale that a whole tensor shares", fix="leave the global scale out")
+    return spec.shared_scale(chosen, amax)
 
 
 def element_dtype(format: str) -> torch.dtype:

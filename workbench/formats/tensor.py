@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import FormatError
+from workbench.kernels.blocks import spread
 from workbench.kernels.elements import decode, packed_columns
 from workbench.kernels.reference import e8m0_values
 from workbench.kernels.tables import NVFP4_MIN_GLOBAL
@@ -31,8 +32,9 @@ class QuantizedTensor:
     block_scales: linear row-major, `format.scale_shape(shape, block)`; float8_e4m3fn for nvfp4, E8M0 bytes (uint8) for
     MX formats, float32 (or E8M0 bytes) for the others. They multiply.
     block: (rows, columns) that share a scale; None: the format's own. Needed where the format leaves them VARIABLE.
-    global_scale: float32 **decode multiplier** (scalar, or broadcastable to block_scales where fused shards keep their
-    own), None where the format has none.
+    global_scale: **decode multiplier** (scalar, or broadcastable to block_scales where fused shards keep their own),
+    None where the format has none. float32; float64 where the producer stores a divisor: 1 / divisor, whose product
+    with an E4M3 scale rounds to the float32 that the division gives.
     zero_points: int32 of block_scales' shape, subtracted from the codes before scaling; None: symmetric.
     group_index: int32 `[K]`, the scale column of each K (GPTQ's act-order); None: blocks lie in order.
     input_scale: float32 decode multiplier for static activation quantization, None when the checkpoint has none.
@@ -89,6 +91,8 @@ class QuantizedTensor:
         `pre_quant_scale` belongs to the input and is not in them; see `effective`.
         """
         spec = self.spec
+        if self.global_scale is not None and self.global_scale.dtype == torch.float64:
+            return self._decode().to(dtype)
         if self.codes.is_cpu and spec.dequantize_cpu is not None:
             return spec.dequantize_cpu(self.codes, self.block_scales, self.global_scale, dtype)
         if spec.dequantize is not None:
@@ -103,57 +107,85 @@ class QuantizedTensor:
 
     def _decode(self) -> Tensor:
         """(codes - zero points) * scales [* global], in float32, for any format."""
-        rows, columns = self.block or (self.spec.rows, self.spec.block)
-        *_, n, k = self.shape
+        block = self.block or (self.spec.rows, self.spec.block)
         scales = self.block_scales
         scales = e8m0_values(scales) if scales.dtype == torch.uint8 else scales.float()
         if self.global_scale is not None:
-            scales = scales * self.global_scale.float()
-
-        def spread(t: Tensor) -> Tensor:  # one value an element; a partial last block is cut
-            t = t if rows in (0, 1) else t.repeat_interleave(rows, -2)[..., :n, :]
-            if self.group_index is not None:
-                return t.index_select(-1, self.group_index.long())
-            return t if columns == 0 else t.repeat_interleave(columns, -1)[..., :k]
-
+            scales = (scales.double() * self.global_scale.double()).float()  # a float32 product's bits, rounded once
         values = decode(self.codes, self.spec.element)
         if self.zero_points is not None:
-            values = values - spread(self.zero_points.float())
-        return values * spread(scales)
+            values = values - self._spread(self.zero_points.float(), block)
+        return values * self._spread(scales, block)
+
+    def _spread(self, values: Tensor, block: tuple[int, int]) -> Tensor:
+        """One value a block to one an element."""
+        if self.group_index is None:
+            return spread(values, block, torch.Size(self.shape))
+        return spread(values, (block[0], 0), torch.Size(self.shape)).index_select(-1, self.group_index.long())
 
 
 def quantize(
-    w: Tensor, format: str, rule: str | None = None, *, global_scale: Tensor | None = None, name: str = "tensor"
+    w: Tensor,
+    format: str,
+    rule: str | None = None,
+    *,
+    block: tuple[int, int] | None = None,
+    global_scale: Tensor | None = None,
+    name: str = "tensor",
 ) -> QuantizedTensor:
-    """Quantize `w` `[..., N, K]` (any float dtype) with blocks along K.
+    """Quantize `w` `[..., N, K]` (any float dtype) to `format` under `rule` (None: the format's default).
 
-    `name` is the tensor's name for messages. Raises FormatError for K not divisible by the block, a non-finite value,
-    an unknown format or rule.
+    block: (rows, columns) that share a scale, where the format leaves them open; None: its default. global_scale: a
+    decode multiplier shared with other tensors, from `global_scale()`; None: the tensor's own. name: the tensor's, for
+    messages. A rule that computes in the checkpoint's dtype takes it from `w`: its own, or for float32 the narrowest
+    that holds all its values. Raises FormatError for a K that the blocks do not divide, a non-finite value, an unknown
+    format or rule, a block or global scale that the format cannot have.
     """
     spec = get_format(format)
     chosen = spec.rule(rule)
-    if w.dim() < 1 or w.shape[-1] % spec.block:
-        raise FormatError(
-            f"{name}: K = {w.shape[-1] if w.dim() else 0} is not a multiple of {format}'s block of {spec.block}"
-            f" (shape {tuple(w.shape)})",
-            fix="exclude this tensor (--exclude), or choose a format whose block divides K",
-        )
+    rows, columns = spec.resolve_block(block)
+    _check_columns(w, spec, columns, name)
     if not bool(torch.isfinite(w).all()):
         bad = int((~torch.isfinite(w)).sum())
         raise FormatError(
-            f"{name}: {bad} of {w.numel()} values are NaN or infinite; no FP4 code represents them",
+            f"{name}: {bad} of {w.numel()} values are NaN or infinite; no {format} code represents them",
             fix="repair the source checkpoint, or exclude this tensor (--exclude)",
         )
-    if global_scale is not None and not bool((global_scale.isfinite() & (global_scale >= NVFP4_MIN_GLOBAL)).all()):
+    if global_scale is not None:
+        _check_global_scale(global_scale, spec, name)
+    parts = spec.quantize(w, chosen, (rows, columns), global_scale)
+    return QuantizedTensor(
+        format=format,
+        codes=parts.codes,
+        block_scales=parts.block_scales,
+        global_scale=parts.global_scale,
+        shape=tuple(w.shape),
+        block=(rows, columns) if VARIABLE in (spec.rows, spec.block) else None,
+        zero_points=parts.zero_points,
+    )
+
+
+def _check_columns(w: Tensor, spec: Format, columns: int, name: str) -> None:
+    k = w.shape[-1] if w.dim() else 0
+    if w.dim() < 1 or (columns and not spec.partial_blocks and k % columns):
+        raise FormatError(
+            f"{name}: K = {k} is not a multiple of {spec.name}'s block of {columns} (shape {tuple(w.shape)})",
+            fix="exclude this tensor (--exclude), or choose a format whose block divides K",
+        )
+    try:
+        packed_columns(spec.element, k)
+    except ValueError as error:
+        raise FormatError(f"{name}: {error} (shape {tuple(w.shape)})", fix="exclude this tensor (--exclude)") from error
+
+
+def _check_global_scale(global_scale: Tensor, spec: Format, name: str) -> None:
+    if spec.shared_scale is None:
+        raise FormatError(f"{name}: {spec.name} has no global scale, but one was given", fix="leave it out")
+    if not bool((global_scale.isfinite() & (global_scale >= NVFP4_MIN_GLOBAL)).all()):
         raise FormatError(
             f"{name}: the given global scale {global_scale.min().item()} is no finite multiplier of at least 2**-118",
-            fix="give amax / (6 * 448) of the tensor or of its fused group",
+            fix="take it from `global_scale()` with the largest magnitude of the tensor or of its fused group",
         )
-    assert spec.quantize is not None  # a format with a rule has it
-    codes, scales, used_global = spec.quantize(w, chosen, global_scale)
-    return QuantizedTensor(
-        format=format, codes=codes, block_scales=scales, global_scale=used_global, shape=tuple(w.shape)
-    )
 
 
 def _expect(what: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
