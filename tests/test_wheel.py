@@ -45,24 +45,48 @@ def test_the_wheel_holds_configuration_model_tasks_and_templates(wheel: Path) ->
         assert f"workbench/mini_models/mini_kimi/{path.name}" in names
     for path in ROOT.glob("workbench/reporting/templates/*"):
         assert f"workbench/reporting/templates/{path.name}" in names
+    for package, folder in (("workbench", "workbench"), ("workbench/kernels", "kernels")):
+        for path in ROOT.glob(f"{folder}/**/*.py"):  # a package that pyproject.toml does not list is left out silently
+            assert f"{package}/{path.relative_to(ROOT / folder)}" in names
     tops = {name.split("/")[0] for name in names}
     assert tops == {"workbench", next(t for t in tops if t.endswith(".dist-info"))}  # no top-level `kernels`
 
 
-def test_the_front_door_composes_from_the_wheel_in_another_folder(wheel: Path, tmp_path: Path) -> None:
-    site, work = tmp_path / "site", tmp_path / "work"
-    work.mkdir()
+@pytest.fixture(scope="module")
+def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder into which the wheel is installed; the checkout is not on its path."""
+    site = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel)]
     subprocess.run(command, check=True, capture_output=True)
-    script = "import workbench, sys; print(workbench.__file__); from workbench.run import main; sys.exit(main())"
-    done = subprocess.run(
-        [sys.executable, "-c", script, "experiment=kimi_requant", "--cfg", "job", "--resolve"],
+    return site
+
+
+def run_installed(site: Path, work: Path, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`module`'s main() from the installed wheel, in `work`; its first line says which workbench it was."""
+    script = f"import workbench, sys; print(workbench.__file__); from {module} import main; sys.exit(main())"
+    return subprocess.run(
+        [sys.executable, "-c", script, *arguments],
         cwd=work,
         env={**os.environ, "PYTHONPATH": str(site)},
         capture_output=True,
         text=True,
     )
+
+
+def test_the_front_door_composes_from_the_wheel_in_another_folder(site: Path, tmp_path: Path) -> None:
+    done = run_installed(site, tmp_path, "workbench.run", "experiment=kimi_requant", "--cfg", "job", "--resolve")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(str(site))
     assert str(site / "workbench" / "mini_models" / "mini_kimi") in done.stdout
-    assert list(work.iterdir()) == []  # nothing is left beside the user's files
+    assert list(tmp_path.iterdir()) == []  # nothing is left beside the user's files
+
+
+def test_the_wheel_quantizes_lints_and_judges_in_another_folder(site: Path, tmp_path: Path) -> None:
+    """The demo's stages that need no engine, from the installed wheel."""
+    overrides = ["experiment=kimi_requant", "stages=[prepare,lint,analyze,gate,report]", "analysis.capture=false"]
+    overrides += ["model.checkpoints.nvfp4.make.calibrate=false", "analysis.bootstrap=20"]
+    done = run_installed(site, tmp_path, "workbench.run", *overrides)
+    assert done.stdout.startswith(str(site))
+    assert done.returncode == 2, done.stdout + done.stderr  # nothing was asked, so nothing can pass
+    run = next((tmp_path / "reports" / "kimi_requant").iterdir())
+    assert (run / "report.html").stat().st_size > 0

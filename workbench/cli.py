@@ -2,10 +2,12 @@
 
     workbench lint PATH
     workbench quantize SRC DST --format nvfp4 --dialect modelopt --exclude '*self_attn*' --calibrate
+    workbench quantize SRC DST --recipe kimi_k2_6_nvfp4 --dialect modelopt --jobs 2 --resume
     workbench serve PATH --backend emulation
     workbench analyze SOURCE FIRST --second mxfp4
     workbench evaluate URL --model NAME --tokenizer PATH --task gsm8k_mini --out FOLDER
     workbench report RUN
+    workbench bench kernels --device cpu
 
 Exit codes: 0 done (or clean, or pass), 1 lint findings or a regression, 2 inconclusive or invalid, 3 could not run:
 also for a bad flag. Imports that take time stand inside the commands.
@@ -25,10 +27,18 @@ from workbench.errors import ConfigError, WorkbenchError
 from workbench.interrupt import Interrupted, terminable
 
 COULD_NOT_RUN = 3
+SHOWN_NAMES = 3  # of a lint finding's tensors; --json has all
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse exits 2 on a bad flag; 2 means "inconclusive" here."""
+    """argparse exits 2 on a bad flag; 2 means "inconclusive" here. epilog_of: what only --help takes time to say."""
+
+    epilog_of: Callable[[], str] | None = None
+
+    def format_help(self) -> str:
+        if self.epilog_of is not None:
+            self.epilog = self.epilog_of()
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
@@ -63,29 +73,51 @@ def _lint(arguments: argparse.Namespace) -> int:
     from workbench import records
     from workbench.checkpoints.lint import lint_checkpoint
 
-    report = lint_checkpoint(arguments.path, allow=tuple(arguments.allow))
+    report = lint_checkpoint(
+        arguments.path,
+        allow=tuple(arguments.allow),
+        all_scales=arguments.all_scales,
+        tensor_parallel=tuple(arguments.tensor_parallel),
+    )
     if arguments.json:
         records.write_json(arguments.json, report)
     print(
         f"{report.checkpoint}: {report.dialect}, {report.tensors} tensors, {report.quantized_tensors} quantized, "
         f"{len(report.checks)} checks in {report.seconds:.1f} s"
     )
+    if report.scale_bytes_read < report.scale_bytes:
+        print(
+            f"every global and input scale was read, and {report.scale_bytes_read / 1e9:.2f} of"
+            f" {report.scale_bytes / 1e9:.2f} GB of block scales: a fault of single blocks may lie in the rest"
+            " (--all-scales)"
+        )
     for finding in report.findings:
         place = " ".join(part for part in (finding.tensor, finding.file) if part)
         print(f"{finding.severity}: {finding.check}: {place}: {finding.message}")
+        others = [name for name in finding.tensors if name != finding.tensor]
+        if others:
+            print(f"  also: {', '.join(others[:SHOWN_NAMES])}{', ...' if others[SHOWN_NAMES:] else ''}")
         if finding.fix:
             print(f"  fix: {finding.fix}")
     if not report.findings:
         print("clean")
+    if str(arguments.path).startswith("hf:"):
+        from workbench.checkpoints.hub import TRAFFIC
+
+        print(TRAFFIC)
     return 1 if report.errors else 0
 
 
 def _quantize(arguments: argparse.Namespace) -> int:
-    from workbench.checkpoints.convert import quantize_checkpoint
+    from workbench.checkpoints.convert import check_combination, quantize_checkpoint
+    from workbench.checkpoints.recipe import read_recipe
     from workbench.progress import Progress
 
     if arguments.prompts and not arguments.calibrate:
         raise ConfigError("--prompts is for --calibrate, which is not given", fix="add --calibrate, or drop --prompts")
+    recipe = read_recipe(arguments.recipe) if arguments.recipe else None
+    if recipe is None and arguments.format:
+        check_combination(arguments.format, arguments.dialect, arguments.rule)  # before a calibration starts
     amax = None
     if arguments.calibrate or arguments.activations:
         from workbench.formats.activations import read_activations
@@ -97,17 +129,29 @@ def _quantize(arguments: argparse.Namespace) -> int:
         format=arguments.format,
         dialect=arguments.dialect,
         exclude=tuple(arguments.exclude),
+        include=tuple(arguments.include),
         rule=arguments.rule,
+        block=arguments.block,
+        recipe=recipe,
+        weight_only=arguments.weight_only,
         shared_globals=not arguments.no_shared_globals,
         input_amax=amax,
         progress=Progress().counter("tensors"),
         overwrite=arguments.overwrite,
+        resume=arguments.resume,
+        jobs=arguments.jobs,
     )
     for warning in result.warnings:
         print(f"warning: {warning}")
+    counts = {
+        "quantized": result.quantized,
+        "copied": result.copied,
+        "decoded": result.decoded,
+        "kept": result.kept,
+    }
     print(
-        f"wrote {result.path}: {len(result.quantized)} tensors quantized, {len(result.kept)} kept, "
-        f"{result.source_bytes / 1e6:.1f} MB -> {result.written_bytes / 1e6:.1f} MB"
+        f"wrote {result.path}: {', '.join(f'{len(names)} {what}' for what, names in counts.items() if names)}, "
+        f"{result.source_bytes / 1e6:.1f} MB -> {result.written_bytes / 1e6:.1f} MB (error and recipe: README.md)"
     )
     return 0
 
@@ -121,6 +165,7 @@ def _capture(arguments: argparse.Namespace, out: Path | None = None) -> Path:
     """Record layer inputs of a checkpoint on the prompts file (a prompt a line) or on the shipped training prompts."""
     import tempfile
 
+    from workbench.checkpoints.open import resolve_path
     from workbench.evaluation.prompts import training_prompts
     from workbench.serving.capture import capture_activations
     from workbench.serving.spec import EngineSpec, ServeSpec
@@ -137,7 +182,7 @@ def _capture(arguments: argparse.Namespace, out: Path | None = None) -> Path:
     target = out or Path(tempfile.mkdtemp(prefix="workbench-")) / "activations.safetensors"
     spec = ServeSpec(
         arm="calibration",
-        checkpoint=arguments.source,
+        checkpoint=resolve_path(arguments.source),
         backend="reference",
         engine=EngineSpec(max_model_len=arguments.max_model_len),
     )
@@ -269,6 +314,23 @@ def _report(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _bench(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from workbench import bench, records
+
+    result = bench.bench_kernels(
+        rows=arguments.rows,
+        columns=arguments.columns,
+        threads=arguments.threads or torch.get_num_threads(),
+        repeats=arguments.repeats,
+    )
+    if arguments.json:
+        records.write_json(arguments.json, result)
+    print(bench.table(result))
+    return 0
+
+
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
 
@@ -309,6 +371,27 @@ def _pair(item: str) -> tuple[str, str]:
     return key, value
 
 
+def _written_formats() -> str:
+    """Dialects, the formats that each writes, and their scale rules, from the tables."""
+    from workbench.checkpoints.dialects import DIALECTS
+    from workbench.formats import FORMATS
+
+    lines = ["dialect, format (scale rules):"]
+    for dialect in DIALECTS.values():
+        for name in dialect.writes:
+            rules = ", ".join(rule.value for rule in FORMATS[name].rules) if name in FORMATS else "decodes"
+            lines.append(f"  {dialect.name:20} {name} ({rules})")
+    return "\n".join(lines)
+
+
+def _block(text: str) -> tuple[int, int]:
+    """`128x128` as (rows, columns)."""
+    rows, _, columns = text.partition("x")
+    if not (rows.isdecimal() and columns.isdecimal() and int(rows) > 0 and int(columns) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not ROWSxCOLUMNS")
+    return int(rows), int(columns)
+
+
 def _read_text(path: Path) -> str:
     try:
         return path.read_text()
@@ -321,7 +404,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"workbench {workbench.__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    def add(name: str, function: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
+    def add(name: str, function: Callable[[argparse.Namespace], int], help: str) -> _Parser:
         sub = commands.add_parser(name, help=help, description=help)
         sub.set_defaults(command=function)
         return sub
@@ -329,25 +412,56 @@ def _parser() -> argparse.ArgumentParser:
     lint = add("lint", _lint, "check a checkpoint's bytes against its own claims")
     lint.add_argument("path", type=Path)
     lint.add_argument("--allow", action="append", default=[], metavar="CHECK", help="show, but do not fail on, a check")
-    lint.add_argument("--json", type=Path, metavar="FILE", help="also write the findings as JSON")
+    lint.add_argument("--json", type=Path, metavar="FILE", help="also write the findings as JSON, with all names")
+    lint.add_argument("--all-scales", action="store_true", help="read block scales beyond 1 GiB whole, not in samples")
+    lint.add_argument(
+        "--tensor-parallel",
+        action="append",
+        type=int,
+        default=[],
+        metavar="N",
+        help="a size it is to be served with: what does not split is an error",
+    )
 
     quantize = add("quantize", _quantize, "convert a checkpoint, shard by shard")
-    quantize.add_argument("source", type=Path)
+    quantize.formatter_class = argparse.RawDescriptionHelpFormatter
+    quantize.epilog_of = _written_formats
+    quantize.add_argument("source", help="a folder, or hf://org/name")
     quantize.add_argument("destination", type=Path)
-    quantize.add_argument("--format", required=True, choices=["nvfp4", "mxfp4", "bf16", "f32"])
-    quantize.add_argument("--dialect", required=True, choices=["modelopt", "quark", "plain"])
+    quantize.add_argument("--format", help="a number format of the table below, bf16 or f32")
+    quantize.add_argument("--dialect", required=True, help="the producer's layout to write")
     quantize.add_argument(
-        "--exclude", action="append", default=[], metavar="GLOB", help="module names kept as they are"
+        "--scale-rule",
+        "--rule",
+        dest="rule",
+        metavar="RULE",
+        help="how scales are chosen; a format's first is its default",
     )
-    quantize.add_argument("--rule", help="scale rule: amax (nvfp4); even, floor, rceil, ceil (mxfp4)")
+    size = quantize.add_mutually_exclusive_group()
+    size.add_argument("--block", type=_block, metavar="RxC", help="rows x columns that share a scale, e.g. 128x128")
+    size.add_argument(
+        "--group-size", type=lambda text: _block(f"1x{text}"), dest="block", metavar="N", help="the same as --block 1xN"
+    )
+    quantize.add_argument(
+        "--exclude", action="append", default=[], metavar="GLOB", help="modules that stay unquantized"
+    )
+    quantize.add_argument(
+        "--include", action="append", default=[], metavar="GLOB", help="quantize only these; a name may add lm_head"
+    )
+    quantize.add_argument("--recipe", metavar="NAME", help="rules by module: a name of conf/recipe, or a YAML file")
+    quantize.add_argument("--weight-only", action="store_true", help="activations stay unquantized")
     quantize.add_argument("--no-shared-globals", action="store_true", help="a global scale per matrix")
     quantize.add_argument("--calibrate", action="store_true", help="run the source under vLLM and write input_scale")
     quantize.add_argument("--activations", type=Path, metavar="FILE", help="calibrate from a captured file instead")
+    quantize.add_argument("--jobs", type=int, default=1, metavar="N", help="tensors converted at once, in threads")
+    quantize.add_argument(
+        "--resume", action="store_true", help="go on where the same conversion was killed; keep what is done if stopped"
+    )
     quantize.add_argument("--overwrite", action="store_true", help="replace an existing destination")
     _add_capture(quantize)
 
     calibrate = add("calibrate", _calibrate, "record every layer's real inputs (amax and a sample) under vLLM")
-    calibrate.add_argument("source", type=Path)
+    calibrate.add_argument("source")
     calibrate.add_argument("--out", type=Path, required=True, metavar="FILE")
     _add_capture(calibrate)
 
@@ -403,6 +517,15 @@ def _parser() -> argparse.ArgumentParser:
 
     report = add("report", _report, "render report.html and summary.md of a run folder")
     report.add_argument("run", type=Path)
+
+    bench = add("bench", _bench, "measure the kernels against the reference and the producers' own code")
+    bench.add_argument("what", choices=["kernels"])
+    bench.add_argument("--device", default="cpu", choices=["cpu"])
+    bench.add_argument("--rows", type=int, default=2048)
+    bench.add_argument("--columns", type=int, default=7168)
+    bench.add_argument("--threads", type=int, help="default: torch's own number")
+    bench.add_argument("--repeats", type=int, default=5)
+    bench.add_argument("--json", type=Path, metavar="FILE", help="also write every number as JSON")
     return parser
 
 

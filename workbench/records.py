@@ -27,7 +27,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LintFinding:
-    """One fault of a checkpoint. severity: "error" makes a run invalid, "warning" is shown. check: the check's id."""
+    """One fault of a checkpoint, and all that it is found in. check: the check's id.
+
+    severity: "error" makes a run invalid; "warning" and "info" are shown; "allowed": an error that was let pass.
+    message: about the first of them, with the number. tensor, file: the first's name and place. count: how many tensors
+    (or modules, groups, patterns) have the fault; tensors: the names of all of them, where they have names.
+    """
 
     check: str
     severity: str
@@ -35,11 +40,17 @@ class LintFinding:
     tensor: str = ""
     file: str = ""
     fix: str = ""
+    count: int = 1
+    tensors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LintReport:
-    """All findings on one checkpoint. checks: every check id that ran, also the clean ones."""
+    """All findings on one checkpoint. checks: every check id that ran, also the clean ones.
+
+    scale_bytes: stored size of all block scales; scale_bytes_read: of those that were looked at. A fault in a single
+    block scale can hide in the difference.
+    """
 
     checkpoint: str
     dialect: str
@@ -48,6 +59,8 @@ class LintReport:
     quantized_tensors: int
     tensors: int
     seconds: float
+    scale_bytes: int = 0
+    scale_bytes_read: int = 0
 
     @property
     def errors(self) -> tuple[LintFinding, ...]:

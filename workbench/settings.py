@@ -25,14 +25,28 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecipeRule:
+    """One line of a recipe, as in the files of conf/recipe: what the modules that `match` covers become."""
+
+    match: str
+    format: str
+    rule: str | None = None
+    block: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a missing checkpoint is made, from the model's checkpoint named `source`. calibrate: write input_scale."""
+    """How a missing checkpoint is made, from the model's checkpoint named `source`. calibrate: write input_scale.
+
+    rules: decide before `format` does, which then may be null; the first that covers a module counts.
+    """
 
     source: str
-    format: str
+    format: str | None
     dialect: str
     exclude: tuple[str, ...] = ()
     rule: str | None = None
+    rules: tuple[RecipeRule, ...] = ()
     shared_globals: bool = True
     calibrate: bool = False
 

@@ -13,15 +13,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tiny_checkpoints import tiny_tensors, write_checkpoint
 from workbench.kernels import reference
 
 from workbench.checkpoints import open_checkpoint
 from workbench.checkpoints.calibration import resolve_input_scales
 from workbench.checkpoints.convert import quantize_checkpoint
+from workbench.checkpoints.dialects import DIALECTS
 from workbench.errors import CheckpointError, ConfigError, FormatError, OutputError
-from workbench.formats import QuantizedTensor, quantize
+from workbench.formats import FORMATS, QuantizedTensor, quantize
 
 EXPERT = "model.layers.1.mlp.experts.2."
 
@@ -73,7 +74,8 @@ def test_a_layers_experts_that_are_all_excluded_are_listed_by_container(plain, t
 
 
 def test_side_files_are_copied_and_weights_and_index_are_not(plain, modelopt):
-    assert siblings(modelopt) == ["config.json", "hf_quant_config.json", "model.safetensors", "tokenizer.json"]
+    expected = ["README.md", "config.json", "hf_quant_config.json", "model.safetensors", "tokenizer.json"]
+    assert siblings(modelopt) == expected
 
 
 def test_modelopt_config_block_has_the_producers_keys(modelopt):
@@ -180,7 +182,8 @@ def test_input_scales_are_amax_over_2688_shared_over_fused_projections(modelopt,
 
 def test_unseen_experts_take_their_layers_largest_amax_else_one_half():
     modules = [f"model.layers.{layer}.mlp.experts.{e}.down_proj" for layer in (1, 2) for e in range(3)]
-    scales, notes = resolve_input_scales(modules, {modules[0]: 2.0, modules[2]: 8.0, modules[1]: 0.0})
+    formats = dict.fromkeys(modules, "nvfp4")
+    scales, notes = resolve_input_scales(formats, {modules[0]: 2.0, modules[2]: 8.0, modules[1]: 0.0})
     assert [scales[m] * 2688 for m in modules] == pytest.approx([2.0, 8.0, 8.0, 0.5, 0.5, 0.5])
     assert "1 expert projections" in notes[0]
     assert modules[1] in notes[0]
@@ -192,26 +195,34 @@ def test_unseen_experts_take_their_layers_largest_amax_else_one_half():
 def test_an_unmeasured_module_that_is_no_expert_is_refused(value):
     module = "model.layers.1.self_attn.o_proj"
     with pytest.raises(CheckpointError, match="o_proj has no measured input amax"):
-        resolve_input_scales([module], {} if value is None else {module: value})
+        resolve_input_scales({module: "nvfp4"}, {} if value is None else {module: value})
+
+
+def test_input_scales_are_amax_over_the_formats_largest_activation_and_none_where_it_is_dynamic():
+    formats = {"model.layers.0.self_attn.o_proj": "nvfp4", "a.q_proj": "fp8_tensor", "b.o_proj": "mxfp4"}
+    scales, _ = resolve_input_scales(formats, dict.fromkeys(formats, 3.0))
+    assert scales == {"model.layers.0.self_attn.o_proj": 3.0 / 2688, "a.q_proj": 3.0 / 448}
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("format", "dialect", "words"),
-    [
-        ("nvfp4", "quark", "--dialect modelopt"),
-        ("mxfp4", "modelopt", "--dialect quark"),
-        ("bf16", "quark", "--dialect plain"),
-        ("int4", "plain", "nvfp4, mxfp4, bf16, f32"),
-    ],
-)
-def test_combinations_that_cannot_be_written(plain, tmp_path, format, dialect, words):
+UNWRITTEN = [(d, f) for d in DIALECTS for f in FORMATS if f not in DIALECTS[d].writes]
+
+
+@pytest.mark.parametrize(("dialect", "format"), UNWRITTEN)
+def test_combinations_that_cannot_be_written_name_those_that_can(plain, tmp_path, dialect, format):
+    writers = [d.name for d in DIALECTS.values() if format in d.writes]
     with pytest.raises(ConfigError) as caught:
         quantize_checkpoint(plain, tmp_path / "q", format=format, dialect=dialect)
-    assert words in caught.value.fix
+    assert all(f"{writer}" in caught.value.fix for writer in writers)
     assert siblings(tmp_path) == []
+
+
+def test_an_unknown_format_lists_the_known(plain, tmp_path):
+    with pytest.raises(ConfigError, match="unknown format 'int4'") as caught:
+        quantize_checkpoint(plain, tmp_path / "q", format="int4", dialect="plain")
+    assert {f for d in DIALECTS.values() for f in d.writes} <= set(caught.value.fix.replace(",", "").split())
 
 
 def test_unknown_dialect_rule_and_exclude_of_a_decoding(plain, tmp_path):
@@ -270,12 +281,23 @@ def test_nan_weight_names_the_tensor_and_leaves_nothing(tmp_path, projection):
     assert siblings(tmp_path) == ["nan"]
 
 
-def test_fused_expert_stack_is_refused(tmp_path):
+def test_a_stack_of_experts_is_quantized_expert_by_expert(tmp_path):
+    """transformers' fused layout: gate_up [E, 2I, H], down [E, H, I]; read and written as single experts."""
     tensors = tiny_tensors()
-    tensors["model.layers.1.mlp.experts.gate_up_proj"] = torch.zeros(4, 64, 64, dtype=torch.bfloat16)
-    source = write_checkpoint(tmp_path / "fused", tensors)
-    with pytest.raises(CheckpointError, match="fused 3-D expert stack"):
-        quantize_checkpoint(source, tmp_path / "q", format="nvfp4", dialect="modelopt")
+    single = {n: tensors.pop(n) for n in list(tensors) if ".layers.1.mlp.experts." in n}
+
+    def stack(*parts: str) -> torch.Tensor:
+        base = "model.layers.1.mlp.experts."
+        return torch.stack([torch.cat([single[f"{base}{e}.{p}.weight"] for p in parts]) for e in range(4)])
+
+    tensors["model.layers.1.mlp.experts.gate_up_proj"] = stack("gate_proj", "up_proj")
+    tensors["model.layers.1.mlp.experts.down_proj"] = stack("down_proj")
+    write_checkpoint(tmp_path / "fused", tensors, hidden_size=64, model_type="qwen3_moe")
+    write_checkpoint(tmp_path / "single", tiny_tensors(), hidden_size=64, model_type="qwen3_moe")
+    for name in ("fused", "single"):
+        quantize_checkpoint(tmp_path / name, tmp_path / f"{name}-q", format="nvfp4", dialect="modelopt")
+    one, other = (tmp_path / f"{name}-q" / "model.safetensors" for name in ("fused", "single"))
+    assert one.read_bytes() == other.read_bytes()
 
 
 def test_nothing_to_quantize(plain, tmp_path):
@@ -365,25 +387,3 @@ def test_unwritable_destination(plain, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises((OutputError, CheckpointError)):
         quantize_checkpoint(plain, tmp_path / "file" / "q", format="mxfp4", dialect="quark")
-
-
-@pytest.mark.parametrize(("shard_mib", "bounded"), [(4, True), (1024, False)])
-def test_memory_is_bounded_by_one_shard(tmp_path, shard_mib, bounded):
-    """24 matrices decode to 96 MiB: in 4 MiB shards a fresh process never grows by half of it, in one shard it does."""
-    source = tmp_path / "source"
-    source.mkdir()
-    tensors = {f"model.layers.{i}.mlp.down_proj.weight": torch.ones(1024, 1024).bfloat16() for i in range(24)}
-    save_file(tensors, source / "model.safetensors")
-    (source / "config.json").write_text("{}")
-    script = (
-        "import sys, psutil\n"
-        "from workbench.checkpoints.convert import quantize_checkpoint\n"
-        "resident = []\n"
-        "note = lambda *_: resident.append(psutil.Process().memory_info().rss >> 20)\n"
-        "quantize_checkpoint(sys.argv[1], sys.argv[2], format='f32', dialect='plain',\n"
-        "                    max_shard_bytes=int(sys.argv[3]) << 20, progress=note)\n"
-        "print(max(resident) - resident[0])\n"
-    )
-    command = [sys.executable, "-c", script, str(source), str(tmp_path / "q"), str(shard_mib)]
-    grown_mib = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert (grown_mib < 48) == bounded, grown_mib

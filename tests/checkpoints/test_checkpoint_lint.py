@@ -232,7 +232,7 @@ def test_unusable_global_scale(modelopt, broken, value):
 
 def test_inverted_global_scale(modelopt, broken):
     name = EXPERT + "down_proj.weight_scale_2"
-    finding = found(broken(modelopt, lambda t: t.update({name: 1 / t[name]})), "global-scale-range")
+    finding = found(broken(modelopt, lambda t: t.update({name: 1 / t[name]})), "global-scale-reciprocal")
     assert "divisor" in finding.fix
 
 
@@ -361,11 +361,13 @@ def test_unknown_allow_id_names_the_known_ones(plain):
     assert "scale-nan" in caught.value.fix
 
 
-def test_a_checkpoint_that_cannot_be_opened_raises(plain, tmp_path):
+def test_a_missing_shard_is_one_finding_beside_the_others(plain, tmp_path):
     target = Path(shutil.copytree(plain, tmp_path / "copy"))
     (target / "model-00001-of-00002.safetensors").unlink()
-    with pytest.raises(CheckpointError):
-        lint_checkpoint(target)
+    assert "model-00001-of-00002.safetensors" in found(target, "index-vs-files").message
+
+
+def test_a_checkpoint_that_cannot_be_opened_raises(tmp_path):
     with pytest.raises(CheckpointError):
         lint_checkpoint(tmp_path / "nowhere")
 

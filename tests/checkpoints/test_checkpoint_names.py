@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from workbench.checkpoints import matches_any, parse_name
-from workbench.checkpoints.names import expert_peers, fusion_group, is_lm_head, is_router, layer_order
+from workbench.checkpoints.names import (
+    expert_peers,
+    fusion_group,
+    is_embedding,
+    is_lm_head,
+    is_router,
+    layer_order,
+    ties_embeddings,
+)
 from workbench.errors import CheckpointError
 
 
@@ -21,6 +29,22 @@ from workbench.errors import CheckpointError
         ("model.embed_tokens.weight", -1, -1, "embed_tokens", False),
         ("vision_tower.encoder.layers.4.mlp.fc1.weight", -1, -1, "fc1", False),
         ("mtp.layers.0.mlp.experts.3.up_proj.weight", -1, 3, "up_proj", False),
+        ("model.mtp.layers.0.self_attn.q_proj.weight", -1, -1, "q_proj", False),
+        ("model.nextn.layers.0.self_attn.q_proj.weight", -1, -1, "q_proj", False),
+        ("mtp.0.ffn.experts.7.w2.weight", -1, 7, "w2", False),
+        ("language_model.model.layers.4.mlp.experts.9.gate_proj.weight", 4, 9, "gate_proj", False),
+        ("model.language_model.layers.4.linear_attn.in_proj_qkv.weight", 4, -1, "in_proj_qkv", False),
+        ("backbone.layers.5.mixer.experts.2.up_proj.weight", 5, 2, "up_proj", False),
+        ("layers.6.ffn.experts.255.w3.weight", 6, 255, "w3", False),
+        ("layers.6.ffn.shared_experts.w1.weight", 6, -1, "w1", True),
+        ("model.layers.7.feed_forward.experts.1.down_proj.weight", 7, 1, "down_proj", False),
+        ("language_model.model.layers.7.feed_forward.shared_expert.up_proj.weight", 7, -1, "up_proj", True),
+        ("model.layers.8.moe.experts.1.up_proj.weight", 8, 1, "up_proj", False),
+        ("model.layers.8.share_expert.up_proj.weight", 8, -1, "up_proj", True),
+        ("model.layers.8.mlp.shared_mlp.up_proj.weight", 8, -1, "up_proj", True),
+        ("model.layers.8.mlp.experts.3.gate_proj.bias", 8, 3, "", False),
+        ("vit.layers.2.mlp.fc1.weight", -1, -1, "fc1", False),
+        ("sound_encoder.encoder.layers.2.fc1.weight", -1, -1, "fc1", False),
     ],
 )
 def test_parts_of_a_name(name, layer, expert, projection, shared):
@@ -39,6 +63,8 @@ def test_fusion_groups():
     assert fusion_group("a.experts.1.w1") == fusion_group("a.experts.1.w3") != fusion_group("a.experts.2.w1")
     assert fusion_group("a.experts.1.w2") is None
     assert expert_peers("a.experts.11.w2") == expert_peers("a.experts.1.w2")
+    assert fusion_group("layers.0.attn.wq_a") == fusion_group("layers.0.attn.wkv")
+    assert fusion_group(base + "in_proj_qkv") == fusion_group(base + "in_proj_z") != fusion_group(base + "in_proj_b")
 
 
 def test_routers_and_heads_are_told_by_whole_words():
@@ -46,6 +72,26 @@ def test_routers_and_heads_are_told_by_whole_words():
     assert not is_router("model.layers.1.mlp.gate_proj")
     assert is_lm_head("language_model.lm_head")
     assert not is_lm_head("model.layers.1.attn.output")
+    assert is_lm_head("model.layers.61.shared_head.head")
+    assert is_router("model.layers.1.block_sparse_moe.router.layer")
+    assert is_router("model.layers.1.mlp.gate.wg")
+    assert not is_router("model.layers.1.attn.compressor.wgate")
+    assert is_embedding("embed")
+    assert not is_embedding("vision_tower.patch_embed")
+
+
+@pytest.mark.parametrize(
+    ("config", "tied"),
+    [
+        ({"tie_word_embeddings": True}, True),
+        ({"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": True}}, True),
+        ({"tie_word_embeddings": False}, False),
+        ({"text_config": None}, False),
+        ({}, False),
+    ],
+)
+def test_tied_embeddings(config, tied):
+    assert ties_embeddings(config) is tied
 
 
 def test_layers_and_experts_are_ordered_as_numbers():

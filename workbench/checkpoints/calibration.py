@@ -1,10 +1,11 @@
 """From measured activation magnitudes to every quantized module's `input_scale`.
 
-    scales, notes = resolve_input_scales(modules, {"model.layers.1.mlp.experts.3.gate_proj": 4.2, ...})
+    formats = {"model.layers.1.mlp.experts.3.gate_proj": "nvfp4", ...}
+    scales, notes = resolve_input_scales(formats, {"model.layers.1.mlp.experts.3.gate_proj": 4.2, ...})
 
-input_scale = amax / (6 * 448), the decode multiplier of NVFP4 activations as ModelOpt writes it. Modules that servers
-fuse (gate/up, q/k/v, q_a/kv_a) share the largest amax. A module without a measurement, above all an expert that no
-calibration token reached, takes:
+input_scale is the decode multiplier of static activations as ModelOpt writes it: amax / (6 * 448) for NVFP4, amax / 448
+where activations are FP8. Modules that servers fuse (gate/up, q/k/v, q_a/kv_a) share the largest amax. A module without
+a measurement, above all an expert that no calibration token reached, takes:
 1. the largest amax of the same projection over the other experts of its layer;
 2. else ModelOpt's fallback amax 0.5 for an expert whose whole layer saw nothing.
 A zero, negative or non-finite amax counts as missing. A module outside the experts must have been measured. Source:
@@ -14,7 +15,7 @@ nvidia-modelopt 0.47.0, `set_expert_quantizer_amax` (max over the calibrated exp
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from workbench.errors import CheckpointError
 from workbench.kernels.tables import E2M1_MAX, E4M3_MAX
@@ -22,17 +23,19 @@ from workbench.kernels.tables import E2M1_MAX, E4M3_MAX
 from .names import expert_peers, fusion_group
 
 FALLBACK_AMAX = 0.5
+# Formats whose activations may be scaled statically -> the largest activation that input_scale 1 represents.
+ACTIVATION_MAX = {"nvfp4": E2M1_MAX * E4M3_MAX, "nvfp4_w4a8": E4M3_MAX, "fp8_tensor": E4M3_MAX}
 
 
 def resolve_input_scales(
-    modules: Iterable[str], input_amax: Mapping[str, float], *, shared: bool = True
+    formats: Mapping[str, str], input_amax: Mapping[str, float], *, shared: bool = True
 ) -> tuple[dict[str, float], list[str]]:
-    """Decode multipliers for `modules` and sentences about the ones that were filled in.
+    """Decode multipliers for the modules of `formats` (module -> format) and sentences about the ones filled in.
 
-    shared: fused modules take their group's largest amax. Raises CheckpointError for a module that is no expert and
-    has no usable measurement.
+    Modules of a format without static activations (`ACTIVATION_MAX`) get none. shared: fused modules take their group's
+    largest amax. Raises CheckpointError for a module that is no expert and has no usable measurement.
     """
-    modules = list(modules)
+    modules = [module for module, format in formats.items() if format in ACTIVATION_MAX]
     amax = {m: float(input_amax[m]) for m in modules if _usable(input_amax.get(m))}
     if shared:
         amax = _share(modules, amax)
@@ -63,7 +66,7 @@ def resolve_input_scales(
             f"{len(from_fallback)} expert projections are in layers where no expert saw a token; they take input amax"
             f" {FALLBACK_AMAX} (first: {from_fallback[0]})"
         )
-    return {m: amax[m] / (E2M1_MAX * E4M3_MAX) for m in modules}, notes
+    return {m: amax[m] / ACTIVATION_MAX[formats[m]] for m in modules}, notes
 
 
 def _usable(value: float | None) -> bool:

@@ -5,35 +5,41 @@
 
 The source may be plain or quantized in any known dialect; a quantized source is decoded exactly in float32 and rounded
 once more; tensors that are in the target format already are copied unchanged. What is quantized: the 2-D `*.weight` of
-the layers' linear projections. What never is: embeddings, norms, biases, routers, lm_head, and whatever an exclude
-pattern (`match.py`) covers; a quantized source tensor that is excluded is decoded to BF16 and a warning says so.
+the layers' linear projections, as the recipe (`recipe.py`) or one format for all decides. What never is, unless a rule
+names it: embeddings, norms, biases, routers, lm_head; a quantized source tensor that is excluded is decoded to BF16 and
+a warning says so. The folder gets a model card with the error measured on the way (`card.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+import hashlib
+import json
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from workbench.errors import CheckpointError, ConfigError, FormatError
-from workbench.formats import FORMATS, QuantizedTensor, get_format, quantize
-from workbench.kernels import reference
-from workbench.kernels.tables import E8M0_NAN
+import workbench
+from workbench.errors import CheckpointError, ConfigError
+from workbench.formats import FORMATS, get_format
+from workbench.formats.table import VARIABLE
 
-from .calibration import resolve_input_scales
+from .calibration import ACTIVATION_MAX, resolve_input_scales
+from .card import Card, write_card
 from .dialects import DIALECTS, Dialect, Written, get_dialect
-from .files import check_path
-from .names import fusion_group, parse_name
-from .open import Checkpoint, Entry, open_checkpoint, resolve_path
-from .selection import Plan, make_plan
+from .files import CONFIG_FILES, check_path
+from .open import Checkpoint, open_checkpoint, resolve_path
+from .recipe import DENSE_FORMATS, KEEP, Recipe, combine
+from .selection import Plan, Step, make_plan
+from .transform import Outcome, Transform, Unit, make_units
 from .writer import DEFAULT_SHARD_BYTES, CheckpointWriter, check_destination, clear_leftovers
 
-DENSE_DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
-# Files of the source that are written anew or describe its shards.
-NOT_COPIED = {"config.json", "hf_quant_config.json", "model.safetensors.index.json"}
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5")
+# Files of the source that are written anew, or declare its own quantization; an index of its shards is left out too.
+NOT_COPIED = {*CONFIG_FILES, "README.md", "quant_config.json"}
 
 Progress = Callable[[int, int, str], None]
 
@@ -42,8 +48,8 @@ Progress = Callable[[int, int, str], None]
 class ConversionResult:
     """What was written, by tensor name, and sentences to show the user (warnings).
 
-    quantized: rounded to the format; copied: were in it already; decoded: quantized in the source, dense here;
-    kept: dense in both.
+    format: the one format in use, several joined by "+". quantized: rounded to a format; copied: were in it already;
+    decoded: quantized in the source, dense here; kept: dense in both. outcomes: each tensor's, with its error.
     source_bytes, written_bytes: stored bytes of all tensors before and after.
     """
 
@@ -55,6 +61,7 @@ class ConversionResult:
     decoded: tuple[str, ...]
     kept: tuple[str, ...]
     warnings: tuple[str, ...]
+    outcomes: tuple[Outcome, ...]
     source_bytes: int
     written_bytes: int
 
@@ -63,76 +70,104 @@ def quantize_checkpoint(
     src: str | Path,
     dst: str | Path,
     *,
-    format: str,
+    format: str | None = None,
     dialect: str,
     exclude: Iterable[str] = (),
+    include: Iterable[str] = (),
     rule: str | None = None,
+    block: tuple[int, int] | None = None,
+    recipe: Recipe | None = None,
+    weight_only: bool = False,
     shared_globals: bool = True,
     input_amax: Mapping[str, float] | None = None,
     progress: Progress | None = None,
     overwrite: bool = False,
+    resume: bool = False,
+    jobs: int = 1,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> ConversionResult:
-    """Write `src` to folder `dst` in `format` ("nvfp4", "mxfp4", "bf16", "f32") and `dialect`.
+    """Write `src` to folder `dst` in `format` (a row of FORMATS, "bf16" or "f32") and `dialect`.
 
-    dialect: "modelopt" for nvfp4, "quark" for mxfp4, "plain" for bf16 and f32. rule: scale rule (None: the format's
-    default). shared_globals: gate/up, q/k/v and q_a/kv_a share one NVFP4 global scale, the largest amax's, as ModelOpt
-    writes them (servers fuse them). input_amax: module -> largest activation magnitude; with it an `input_scale`
-    (amax / 2688) is written for every quantized module, see `calibration.resolve_input_scales` for the modules without
-    one. progress(done, total, name) is called after each tensor.
+    rule: scale rule (None: the format's default). block: (rows, columns) that share a scale, where the format leaves
+    them open. exclude, include: patterns (`match.py`) of modules that stay unquantized, and of the only ones that do
+    not. recipe: rules that decide before `format` does, which then may be None. shared_globals: gate/up, q/k/v and
+    q_a/kv_a share one global scale, the largest amax's (servers fuse them). input_amax: module -> largest activation
+    magnitude; with it an `input_scale` is written for every module whose format scales activations statically, see
+    `calibration.resolve_input_scales` for the modules without one. weight_only: activations stay unquantized.
+    progress(done, total, name) is called after each tensor.
+
+    jobs: units converted at once, in threads; the bytes are the same for any number. resume: go on with what a killed
+    conversion of the same source by the same recipe left, and keep finished shards when this one is interrupted.
 
     Raises ConfigError for a combination that cannot be written, CheckpointError for the source or an occupied `dst`,
-    FormatError naming the tensor that does not fit, OutputError when the disk is full. Nothing is left behind then.
+    FormatError naming the tensor that does not fit, OutputError when the disk is full. Without `resume`, nothing is
+    left behind then.
     """
-    writer_dialect = check_combination(format, dialect, rule, shared_globals=shared_globals)
-    source, target = resolve_path(src), resolve_path(Path(dst))
-    for path in (source, target):
-        check_path(path)
-    exclude = tuple(exclude)
-    if exclude and format not in FORMATS:
-        raise ConfigError(f"--format {format} decodes everything; nothing can be excluded", fix="leave --exclude out")
-    _check_apart(source, target)
-    clear_leftovers(target)
-    check_destination(target, overwrite=overwrite)
-    with open_checkpoint(source) as checkpoint:
-        plan = make_plan(checkpoint, format, exclude)
+    exclude, include = tuple(exclude), tuple(include)
+    writer_dialect = _check_request(format, dialect, rule, recipe, shared_globals=shared_globals)
+    target = resolve_path(Path(dst))
+    check_path(target)
+    if (exclude or include) and format in DENSE_FORMATS and recipe is None:
+        raise ConfigError(
+            f"--format {format} decodes everything; nothing can be excluded or included", fix="leave --exclude out"
+        )
+    whole = combine(recipe, format=format, rule=rule, block=block, exclude=exclude, include=include)
+    _check_rules(whole, writer_dialect)
+    if weight_only and input_amax is not None:
+        raise ConfigError("weight-only leaves no use for input scales", fix="leave one of them out")
+    if jobs < 1:
+        raise ConfigError(f"jobs is {jobs}", fix="a whole number of at least 1")
+    with open_checkpoint(src) as checkpoint:
+        _check_apart(checkpoint.path, target)
+        clear_leftovers(target, unfinished=not resume)
+        check_destination(target, overwrite=overwrite)
+        plan = make_plan(checkpoint, whole, writer_dialect)
         input_scales: dict[str, float] = {}
-        if input_amax is not None and format in FORMATS and get_format(format).has_global:
-            modules = [e.module for e in (*plan.quantize, *plan.copy)]
-            input_scales, notes = resolve_input_scales(modules, input_amax, shared=shared_globals)
+        if input_amax is not None:
+            input_scales, notes = resolve_input_scales(plan.quantized(), input_amax, shared=shared_globals)
             plan.warnings += notes
-        with CheckpointWriter(target, overwrite=overwrite, max_shard_bytes=max_shard_bytes) as writer:
-            job = _Conversion(
+        job = _Conversion(
+            source=str(src),
+            checkpoint=checkpoint,
+            dialect=writer_dialect,
+            recipe=whole,
+            format=format,
+            plan=plan,
+            transform=Transform(
                 checkpoint=checkpoint,
-                format=format,
                 dialect=writer_dialect,
-                rule=rule,
-                plan=plan,
                 input_scales=input_scales,
-                shared_scales=_SharedScales(checkpoint, plan.quantize if shared_globals else []),
-            )
-            return job.write(writer, progress)
-
-
-def _check_apart(source: Path, target: Path) -> None:
-    """Neither folder may be, or lie within, the other: copying or replacing would destroy the source."""
-    one, other = source.resolve(), target.resolve()
-    if one == other:
-        raise CheckpointError(f"source and destination are the same folder: {target}", fix="choose another destination")
-    if one.is_relative_to(other) or other.is_relative_to(one):
-        raise CheckpointError(f"{source} and {target} lie within each other", fix="choose a destination elsewhere")
+                shared_globals=shared_globals,
+                tolerant=not plan.quantized(),
+                weight_only=weight_only,
+            ),
+            fingerprint=checkpoint.fingerprint(),
+            patterns=exclude + tuple(r.match for r in whole.rules if r.format in (KEEP, *DENSE_FORMATS)),
+        )
+        job.check_config()
+        with CheckpointWriter(
+            target,
+            overwrite=overwrite,
+            max_shard_bytes=max_shard_bytes,
+            resume=resume,
+            key=job.key(max_shard_bytes),
+        ) as writer:
+            return job.write(writer, progress, jobs)
 
 
 def check_combination(format: str, dialect: str, rule: str | None, *, shared_globals: bool = True) -> Dialect:
     """The dialect that writes `format`. Raises ConfigError or FormatError for what cannot be combined."""
     chosen = get_dialect(dialect)
-    writers = {f: d.name for d in DIALECTS.values() for f in d.writes}
+    writers: dict[str, list[str]] = {}
+    for d in DIALECTS.values():
+        for written in d.writes:
+            writers.setdefault(written, []).append(d.name)
     if format not in writers:
         raise ConfigError(f"unknown format {format!r}", fix=f"choose one of: {', '.join(writers)}")
     if format not in chosen.writes:
         raise ConfigError(
-            f"the {dialect} dialect writes {', '.join(chosen.writes)}, not {format}",
-            fix=f"use --dialect {writers[format]} for {format}",
+            f"the {dialect} dialect writes {', '.join(chosen.writes) or 'nothing'}, not {format}",
+            fix=f"use --dialect {' or '.join(writers[format])} for {format}",
         )
     if format in FORMATS:
         get_format(format).rule(rule)
@@ -146,153 +181,214 @@ def check_combination(format: str, dialect: str, rule: str | None, *, shared_glo
     return chosen
 
 
+def _check_request(
+    format: str | None, dialect: str, rule: str | None, recipe: Recipe | None, *, shared_globals: bool
+) -> Dialect:
+    if recipe is None and format is not None:
+        return check_combination(format, dialect, rule, shared_globals=shared_globals)
+    return get_dialect(dialect)
+
+
+def _check_rules(recipe: Recipe, dialect: Dialect) -> None:
+    """Every format that a rule asks for must be one that the dialect writes."""
+    for rule in recipe.rules:
+        if rule.quantizes and rule.format not in dialect.writes:
+            raise ConfigError(
+                f"{rule.where}: the {dialect.name} dialect writes {', '.join(dialect.writes) or 'nothing'}, not"
+                f" {rule.format}",
+                fix="choose another dialect, or another format for this rule",
+            )
+
+
+def _check_apart(source: Path, target: Path) -> None:
+    """Neither folder may be, or lie within, the other: copying or replacing would destroy the source."""
+    one, other = source.resolve(), target.resolve()
+    if one == other:
+        raise CheckpointError(f"source and destination are the same folder: {target}", fix="choose another destination")
+    if one.is_relative_to(other) or other.is_relative_to(one):
+        raise CheckpointError(f"{source} and {target} lie within each other", fix="choose a destination elsewhere")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Conversion:
-    """One run: the open source, the decisions, and where scales come from."""
+    """One run: the open source and the decisions."""
 
+    source: str
     checkpoint: Checkpoint
-    format: str
     dialect: Dialect
-    rule: str | None
+    recipe: Recipe
+    format: str | None
     plan: Plan
-    input_scales: Mapping[str, float]
-    shared_scales: _SharedScales
+    transform: Transform
+    fingerprint: str
+    patterns: tuple[str, ...]
 
-    def write(self, writer: CheckpointWriter, progress: Progress | None) -> ConversionResult:
-        """Every tensor in layer order, then the configs and side files."""
-        names = {kind: {e.name for e in getattr(self.plan, kind)} for kind in ("quantize", "copy", "drop")}
-        done: dict[str, list[str]] = {"quantized": [], "copied": [], "decoded": [], "kept": []}
-        entries = [e for e in self.checkpoint.entries() if e.name not in names["drop"]]
-        has_input_scale = False
-        for number, entry in enumerate(entries, start=1):
-            if entry.name in names["quantize"] or entry.name in names["copy"]:
-                q = self._quantize(entry) if entry.name in names["quantize"] else self._copy(entry)
-                has_input_scale |= q.input_scale is not None
-                done["quantized" if entry.name in names["quantize"] else "copied"].append(entry.name)
-                writer.add(self.dialect.disassemble(entry.name, q))
-            else:
-                done["decoded" if entry.quantized else "kept"].append(entry.name)
-                writer.add({entry.name: self._dense(entry)})
-            if progress is not None:
-                progress(number, len(entries), entry.name)
-        quantized = {parse_name(name).module: self.format for name in (*done["quantized"], *done["copied"])}
-        written = Written(
-            formats=quantized,
-            excludes=tuple(self.plan.excluded_modules),
-            static_activations=has_input_scale,
-            dtype=self.format if self.format in DENSE_DTYPES else "bf16",
-        )
-        files = self.dialect.config_files(self.checkpoint.config, written)
-        for name, content in files.items():
+    def key(self, max_shard_bytes: int) -> str:
+        """A hash of all that decides the written bytes."""
+        content = [
+            workbench.__version__,
+            self.fingerprint,
+            self.dialect.name,
+            [(rule.match, rule.format, rule.rule, rule.block) for rule in self.recipe.rules],
+            sorted(self.transform.input_scales.items()),
+            [self.transform.shared_globals, self.transform.weight_only, max_shard_bytes],
+        ]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def check_config(self) -> None:
+        """Refuse before the work what the dialect's config cannot say (several formats, say)."""
+        self.dialect.config_files(self.checkpoint.config, self._written([]))
+
+    def write(self, writer: CheckpointWriter, progress: Progress | None, jobs: int) -> ConversionResult:
+        """Every tensor in layer order, then the configs, the card and the side files."""
+        units = make_units(self.plan.steps, self.dialect, shared=self.transform.shared_globals)
+        outcomes = [_read_outcome(row) for note in writer.finished for row in note]
+        total = len(self.plan.steps)
+        for tensors, made in _convert_all(self.transform, units[len(writer.finished) :], jobs):
+            writer.add(tensors, note=[asdict(outcome) for outcome in made])
+            del tensors
+            for outcome in made:
+                outcomes.append(outcome)
+                if progress is not None:
+                    progress(len(outcomes), total, outcome.name)
+        written = self._written(outcomes)
+        for name, content in self.dialect.config_files(self.checkpoint.config, written).items():
             writer.write_json(name, content)
-        _copy_side_files(self.checkpoint.path, writer)
+        warnings = [*self.plan.warnings, *_outcome_warnings(outcomes)]
+        writer.write_text("README.md", write_card(self._card(writer, written, outcomes, warnings)))
+        _copy_side_files(self.checkpoint, writer)
+
+        def names(action: str) -> tuple[str, ...]:
+            return tuple(o.name for o in outcomes if o.action == action)
+
         return ConversionResult(
             path=writer.path,
-            format=self.format,
+            format="+".join(dict.fromkeys(written.formats.values())) or self._dense_format(),
             dialect=self.dialect.name,
-            **{kind: tuple(found) for kind, found in done.items()},
-            warnings=tuple(self.plan.warnings),
+            quantized=names("quantize"),
+            copied=names("copy"),
+            decoded=names("decode"),
+            kept=names("keep"),
+            warnings=tuple(warnings),
+            outcomes=tuple(outcomes),
             source_bytes=self.checkpoint.total_bytes(),
             written_bytes=writer.total_bytes,
         )
 
-    def _quantize(self, entry: Entry) -> QuantizedTensor:
-        w_nk = self._decode(entry, torch.float32) if entry.quantized else self.checkpoint.read_dense(entry.name)
-        shared = self.shared_scales.of(entry.module) if get_format(self.format).has_global else None
-        q = quantize(w_nk, self.format, self.rule, global_scale=shared, name=entry.name)
-        return replace(q, input_scale=self._input_scale(entry))
+    def _dense_format(self) -> str:
+        return self.format if self.format in DENSE_FORMATS else "bf16"
 
-    def _copy(self, entry: Entry) -> QuantizedTensor:
-        q = self.checkpoint.read(entry.name)
-        assert isinstance(q, QuantizedTensor)
-        _check_scales(entry, q)
-        measured = self._input_scale(entry)
-        return q if measured is None else replace(q, input_scale=measured)
-
-    def _decode(self, entry: Entry, dtype: torch.dtype) -> torch.Tensor:
-        """The values of a quantized source tensor. Raises CheckpointError when they are not all finite."""
-        q = self.checkpoint.read(entry.name)
-        assert isinstance(q, QuantizedTensor)
-        _check_scales(entry, q)
-        values = q.effective(dtype)
-        if not bool(values.isfinite().all()):
-            raise CheckpointError(f"{entry.name} in {entry.file} decodes to NaN or infinite values", fix=_BROKEN_SCALES)
-        return values
-
-    def _input_scale(self, entry: Entry) -> torch.Tensor | None:
-        value = self.input_scales.get(entry.module)
-        return None if value is None else torch.tensor(value, dtype=torch.float32)
-
-    def _dense(self, entry: Entry) -> torch.Tensor:
-        """A tensor that stays unquantized. A decoding target casts matrices to its dtype; a float32 vector (a router's
-        bias, a norm) stays float32 beside bf16 matrices, as model code expects it."""
-        target = DENSE_DTYPES.get(self.format)
-        if entry.quantized:
-            return self._decode(entry, target or torch.bfloat16)
-        value = self.checkpoint.read(entry.name)
-        assert isinstance(value, torch.Tensor)
-        if target is None or not value.is_floating_point():
-            return value
-        return value if value.dim() < 2 and value.dtype == torch.float32 else value.to(target)
-
-
-_BROKEN_SCALES = "the source is broken (`workbench lint` lists what else is): export it again"
-
-
-def _check_scales(entry: Entry, q: QuantizedTensor) -> None:
-    """Refuse scales that no producer means: a global that is no positive finite number, NaN among the block scales."""
-    scale = q.global_scale
-    if scale is not None and not bool((scale.isfinite() & (scale > 0)).all()):
-        raise CheckpointError(
-            f"{entry.name} in {entry.file} has the global scale {scale.flatten()[0].item()}, expected a positive finite"
-            " multiplier",
-            fix=_BROKEN_SCALES,
-        )
-    nan = q.block_scales == E8M0_NAN if q.block_scales.dtype == torch.uint8 else q.block_scales.float().isnan()
-    if bool(nan.any()):
-        raise CheckpointError(
-            f"{entry.name} in {entry.file} has {int(nan.sum())} NaN among its {nan.numel()} block scales",
-            fix=_BROKEN_SCALES,
+    def _written(self, outcomes: Sequence[Outcome]) -> Written:
+        """What the config is to say; before the work (no outcomes) as far as it is known."""
+        formats = self.plan.quantized()
+        chosen = {s.format: s for s in reversed(self.plan.steps) if s.action == "quantize"}
+        sizes = [(o.name, o.format, o.block) for o in outcomes if o.block is not None]
+        if not outcomes:
+            open_blocks = [s for s in self.plan.steps if s.format in FORMATS and VARIABLE in _block_of(s)]
+            sizes = [(s.entry.name, s.format, get_format(s.format).resolve_block(s.block)) for s in open_blocks]
+        blocks: dict[str, tuple[int, int]] = {}
+        for name, format, block in sizes:
+            if blocks.setdefault(format, block) != block:
+                raise CheckpointError(
+                    f"{name} has {format} blocks of {block}, others have {blocks[format]}; a config says one size a"
+                    " format",
+                    fix="give the block (--block, --group-size), so that all are quantized alike",
+                )
+        static = any(o.input_scale for o in outcomes)
+        if not outcomes:
+            static = any(formats[m] in ACTIVATION_MAX for m in self.transform.input_scales)
+        return Written(
+            formats=formats,
+            excludes=tuple(self.plan.excluded_modules),
+            patterns=self.patterns,
+            rules={f: get_format(f).rule(s.rule).value for f, s in chosen.items()},
+            blocks=blocks,
+            static_activations=static,
+            weight_only=self.transform.weight_only,
+            dtype=self._dense_format(),
         )
 
+    def _card(
+        self, writer: CheckpointWriter, written: Written, outcomes: Sequence[Outcome], warnings: Sequence[str]
+    ) -> Card:
+        return Card(
+            name=writer.path.name,
+            source=self.source if self.source.startswith("hf:/") else self.checkpoint.path.name,
+            source_readme=self._source_readme(),
+            source_dialect=self.checkpoint.dialect,
+            fingerprint=self.fingerprint,
+            dialect=self.dialect.name,
+            format=self.format,
+            recipe=self.recipe,
+            written=written,
+            shared_globals=self.transform.shared_globals,
+            source_bytes=self.checkpoint.total_bytes(),
+            written_bytes=writer.total_bytes,
+            outcomes=tuple(outcomes),
+            warnings=tuple(warnings),
+        )
 
-class _SharedScales:
-    """NVFP4 global scales shared over a fusion group: the largest amax of its members, read once a group."""
-
-    def __init__(self, checkpoint: Checkpoint, entries: list[Entry]) -> None:
-        self._checkpoint = checkpoint
-        self._members: dict[str, list[str]] = {}
-        self._scales: dict[str, torch.Tensor] = {}
-        for entry in entries:
-            group = fusion_group(entry.module)
-            if group is not None:
-                self._members.setdefault(group, []).append(entry.name)
-
-    def of(self, module: str) -> torch.Tensor | None:
-        """The shared decode multiplier, None for a module that stands alone. Raises FormatError for a NaN weight."""
-        group = fusion_group(module)
-        if group is None or len(self._members.get(group, ())) < 2:
-            return None
-        if group not in self._scales:
-            amax = torch.stack([self._amax(name) for name in self._members[group]]).amax()
-            self._scales[group] = reference.nvfp4_global_scale(amax)
-        return self._scales[group]
-
-    def _amax(self, name: str) -> torch.Tensor:
-        amax = self._checkpoint.read_dense(name).abs().amax()
-        if not bool(amax.isfinite()):
-            raise FormatError(
-                f"{name} holds NaN or infinite values; no FP4 code represents them",
-                fix="repair the source checkpoint, or exclude this tensor (--exclude)",
-            )
-        return amax
+    def _source_readme(self) -> str | None:
+        path = dict(self.checkpoint.folder.side_files()).get("README.md")
+        return None if path is None else path.read_text(encoding="utf-8", errors="replace")
 
 
-def _copy_side_files(source: Path, writer: CheckpointWriter) -> None:
-    for path in sorted(source.rglob("*")):
-        relative = path.relative_to(source)
-        hidden = any(part.startswith(".") for part in relative.parts)
-        if path.is_file() and not hidden and str(relative) not in NOT_COPIED and path.suffix not in WEIGHT_SUFFIXES:
-            if path.name.endswith(".safetensors.index.json"):
-                continue
-            writer.copy_file(path, str(relative))
+def _convert_all(
+    transform: Transform, units: Sequence[Unit], jobs: int
+) -> Iterator[tuple[dict[str, torch.Tensor], list[Outcome]]]:
+    """Results in the order of the units; at most jobs + 1 units are in memory."""
+    if jobs == 1:
+        yield from map(transform.convert, units)
+        return
+    threads = max(1, torch.get_num_threads() // jobs)
+    with ThreadPoolExecutor(jobs, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
+        pending: deque[Future[tuple[dict[str, torch.Tensor], list[Outcome]]]] = deque()
+        try:
+            for unit in units:
+                pending.append(pool.submit(transform.convert, unit))
+                if len(pending) > jobs:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+def _block_of(step: Step) -> tuple[int, int]:
+    spec = get_format(step.format)
+    return spec.rows, spec.block
+
+
+def _read_outcome(row: dict[str, Any]) -> Outcome:
+    outcome = Outcome(**row)
+    return outcome if outcome.block is None else replace(outcome, block=(outcome.block[0], outcome.block[1]))
+
+
+def _outcome_warnings(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    faults = [o.fault for o in outcomes if o.fault]
+    if faults:
+        yield f"{len(faults)} broken tensors were decoded as they are (first: {faults[0]})"
+    cast = [o for o in outcomes if o.cast]
+    if cast:
+        yield f"{len(cast)} tensors were carried from mxfp4 to nvfp4 by their codes, without rounding"
+    lossy = [o for o in cast if o.changed]
+    if lossy:
+        yield (
+            f"{len(lossy)} of them lose something: their block scales (those of fused projections together) span more"
+            f" than 2**17 (first: {lossy[0].name}, {lossy[0].changed} values changed)"
+        )
+
+
+def _copy_side_files(checkpoint: Checkpoint, writer: CheckpointWriter) -> None:
+    """Carry over what holds no weights; the source's README.md under the first free name of README.source.md, ..."""
+    files = dict(checkpoint.folder.side_files())
+    for name, path in files.items():
+        if name not in NOT_COPIED and not name.endswith(".index.json"):
+            writer.copy_file(path, name)
+    if "README.md" in files:
+        kept, number = "README.source.md", 1
+        while kept in files:
+            number += 1
+            kept = f"README.source-{number}.md"
+        writer.copy_file(files["README.md"], kept)

@@ -1,48 +1,94 @@
-"""A checkpoint folder's files: safetensors headers, the index, tensor bytes on demand.
+"""A checkpoint's files: safetensors headers, the index, tensor bytes on demand.
 
     folder = read_folder(Path("checkpoint"))
     folder.tensors["model.embed_tokens.weight"]     # StoredTensor(file=..., dtype="BF16", shape=(2048, 256), ...)
     folder.load("model.embed_tokens.weight")        # torch.Tensor, one read of exactly those bytes
+    folder.load("...experts.gate_up_proj_blocks", rows=(3, 4))  # one expert of a stack
 
+Where the bytes come from is a `Source`: a local folder (`LocalFiles`, here) or a repository on the Hub (`hub.py`).
 Bytes are read with positioned reads into memory of their own, not through a mapping: what was read can be freed again,
-a tensor is always aligned, and a file cut short while it is open raises instead of killing the process.
+a tensor is always aligned, and a file cut short while it is open raises instead of killing the process. Only regular
+files that lie in the folder are opened: no device, no pipe, no link that leads elsewhere.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+import stat
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import InitVar, dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from workbench.errors import CheckpointError
 
-from .header import DTYPES, StoredTensor, is_regular_file, read_header
+from .header import DTYPES, StoredTensor, parse_json, read_header
+from .index import INDEX_NAME, Problem, choose_files, compare_with_headers, parse_index
 
-INDEX_NAME = "model.safetensors.index.json"
+__all__ = [
+    "CONFIG_FILES",
+    "INDEX_NAME",
+    "Folder",
+    "LocalFiles",
+    "Problem",
+    "Source",
+    "check_path",
+    "read_folder",
+    "read_json_object",
+    "read_source",
+    "to_json_text",
+]
+
+# What says how tensors are meant. A remote folder's are fetched at once; all count in a fingerprint.
+CONFIG_FILES = ("config.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json")
+MAX_JSON_BYTES = 256_000_000  # the index of a checkpoint of a trillion parameters has some 30 MB
+# Weights in any container: never side files. Those of the pickle kind are never opened at all.
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5", ".onnx")
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """A fault found while reading headers and config. severity "error": `open_checkpoint` refuses, lint reports."""
+class Source(Protocol):
+    """Where a checkpoint's bytes come from. Names are relative to the checkpoint, with `/`."""
 
-    check: str
-    severity: str
-    message: str
-    tensor: str = ""
-    file: str = ""
-    fix: str = ""
+    name: str  # for messages
+    parallel: int  # how many headers are read at a time
+
+    @property
+    def path(self) -> Path:
+        """A local folder that holds the config files."""
+
+    def names(self) -> list[str]:
+        """Every file of the checkpoint, folders within it included, sorted."""
+
+    def shards(self) -> list[str]:
+        """The *.safetensors files at the top, sorted."""
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None when it does not exist. Raises CheckpointError for what must not be opened."""
+
+    def fetch(self, name: str) -> Path | None:
+        """A whole file as a local one; None when it does not exist. Raises CheckpointError."""
+
+    def read_into(self, name: str, view: memoryview, position: int, what: str) -> None:
+        """Fill `view` with a file's bytes from `position` on. Raises CheckpointError naming the file and `what`."""
+
+    def content_hash(self, name: str) -> str:
+        """A hash of a file's content where it is known without reading it; "" otherwise."""
+
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
 class Folder:
-    """All tensors of a checkpoint folder by name, its config.json and side files, and what was wrong with them."""
+    """All tensors of a checkpoint folder by name, its config.json and side files, and what was wrong with them.
+
+    path: a local folder that holds the config files (of a remote checkpoint: its snapshot in the Hub cache).
+    source: where bytes are read; by default `path`.
+    """
 
     path: Path
     tensors: dict[str, StoredTensor]
@@ -50,7 +96,16 @@ class Folder:
     files: tuple[str, ...]
     headers: dict[str, bytes]
     problems: list[Problem] = field(default_factory=list)
-    _handles: dict[str, int] = field(default_factory=dict)
+    source: InitVar[Source | None] = None
+    _source: Source = field(init=False)
+
+    def __post_init__(self, source: Source | None) -> None:
+        self._source = source or LocalFiles(self.path)
+
+    @property
+    def name(self) -> str:
+        """What to call it: the path, or `hf://org/name@commit`."""
+        return self._source.name
 
     def load(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
         """Read one stored tensor, or its rows [first, last) along dimension 0 (one expert of a stack, say).
@@ -59,7 +114,7 @@ class Folder:
         """
         info = self.tensors.get(name)
         if info is None:
-            raise CheckpointError(f"no tensor {name!r} in {self.path}", fix="check the name (`workbench lint` lists)")
+            raise CheckpointError(f"no tensor {name!r} in {self.name}", fix="check the name (`workbench lint` lists)")
         shape, begin, nbytes = info.shape, info.begin, info.nbytes
         if rows is not None:
             first, last = rows
@@ -70,77 +125,127 @@ class Folder:
         if nbytes == 0:
             return torch.empty(shape, dtype=DTYPES[info.dtype])
         buffer = np.empty(nbytes, dtype=np.uint8)
-        self._read_into(info, memoryview(buffer.data), begin)
+        self._source.read_into(info.file, memoryview(buffer.data), begin, f"tensor {name}")
         return torch.from_numpy(buffer).view(DTYPES[info.dtype]).reshape(shape)
 
     def load_bytes(self, info: StoredTensor, offset: int, count: int) -> bytes:
         """`count` bytes of a tensor from `offset` on."""
         buffer = bytearray(count)
-        self._read_into(info, memoryview(buffer), info.begin + offset)
+        self._source.read_into(info.file, memoryview(buffer), info.begin + offset, f"tensor {info.name}")
         return bytes(buffer)
 
     def read_json(self, name: str) -> dict[str, Any] | None:
         """A side file as a JSON object; None when it does not exist. Raises CheckpointError when it is broken."""
-        return read_json_object(self.path / name) if is_regular_file(self.path / name) else None
+        path = self._source.fetch(name)
+        return None if path is None else read_json_object(path)
+
+    def side_files(self) -> list[tuple[str, Path]]:
+        """Every file that holds no weights (tokenizer, template, code, ...), by relative name: what a conversion
+        carries over, the config files and the index included. Hidden files are left out; a remote file is downloaded.
+
+        Raises CheckpointError for what is no regular file within the folder.
+        """
+        found = []
+        for name in self._source.names():
+            hidden = any(part.startswith(".") for part in PurePosixPath(name).parts)
+            if hidden or name.endswith(WEIGHT_SUFFIXES):
+                continue
+            path = self._source.fetch(name)
+            if path is not None:
+                found.append((name, path))
+        return found
+
+    def content_hashes(self) -> dict[str, str]:
+        """Hashes of the shards by file, where all are known without reading them (the Hub lists them); else empty."""
+        hashes = {file: self._source.content_hash(file) for file in self.files}
+        return hashes if all(hashes.values()) else {}
+
+    def close(self) -> None:
+        self._source.close()
+
+
+class LocalFiles:
+    """A folder on this machine."""
+
+    parallel = 1
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = str(path)
+        self._handles: dict[str, int] = {}
+        self._lock = threading.Lock()  # a conversion reads in several threads
+
+    def names(self) -> list[str]:
+        try:
+            return sorted(p.relative_to(self.path).as_posix() for p in self.path.rglob("*") if not p.is_dir())
+        except OSError as error:
+            raise CheckpointError(f"cannot list {self.path}: {error}", fix="check its permissions") from error
+
+    def shards(self) -> list[str]:
+        return sorted(p.name for p in self.path.glob("*.safetensors"))
+
+    def size(self, name: str) -> int | None:
+        path = self.fetch(name)
+        return None if path is None else path.stat().st_size
+
+    def fetch(self, name: str) -> Path | None:
+        path = self.path / name
+        if not is_regular_file(path):
+            return None
+        _check_inside(self.path, path)
+        return path
+
+    def read_into(self, name: str, view: memoryview, position: int, what: str) -> None:
+        try:
+            with self._lock:
+                if name not in self._handles:
+                    self._handles[name] = os.open(self.path / name, os.O_RDONLY)
+                handle = self._handles[name]
+            done = 0
+            while done < len(view):
+                count = os.preadv(handle, [view[done : done + (1 << 30)]], position + done)
+                if count == 0:
+                    raise CheckpointError(
+                        f"{name} ended inside {what}: it was cut short while being read",
+                        fix="copy or download the shard again",
+                    )
+                done += count
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot read {what} from {self.path / name}: {error.strerror or error}",
+                fix="check the file and its permissions",
+            ) from error
+
+    def content_hash(self, name: str) -> str:
+        return ""
 
     def close(self) -> None:
         for handle in self._handles.values():
             os.close(handle)
         self._handles.clear()
 
-    def _read_into(self, info: StoredTensor, view: memoryview, position: int) -> None:
-        try:
-            if info.file not in self._handles:
-                self._handles[info.file] = os.open(self.path / info.file, os.O_RDONLY)
-            done = 0
-            while done < len(view):
-                count = os.preadv(self._handles[info.file], [view[done : done + (1 << 30)]], position + done)
-                if count == 0:
-                    raise CheckpointError(
-                        f"{info.file} ended inside tensor {info.name}: it was cut short while being read",
-                        fix="copy or download the shard again",
-                    )
-                done += count
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot read tensor {info.name} from {self.path / info.file}: {error.strerror or error}",
-                fix="check the file and its permissions",
-            ) from error
-
 
 def read_folder(path: Path) -> Folder:
-    """Parse config.json, the index and every safetensors header of a checkpoint folder.
+    """Parse config.json, the index and every safetensors header of a local checkpoint folder.
 
-    Raises CheckpointError for a missing folder, config.json or shard, broken JSON, a truncated shard and a tensor that
-    two shards hold. An index that contradicts the headers becomes a problem of severity "error".
+    Raises CheckpointError for a missing folder or config.json, no shard at all, broken JSON, a truncated shard and a
+    tensor that two shards hold. What an index gets wrong becomes a problem, see `index.py`.
     """
     check_path(path)
     if not path.exists():
         raise CheckpointError(f"no checkpoint at {path}: the folder does not exist", fix="check the path")
     if not path.is_dir():
         raise CheckpointError(f"{path} is a file; a checkpoint is a folder", fix="give the folder that holds it")
-    if not is_regular_file(path / "config.json"):
-        raise CheckpointError(f"{path} has no config.json", fix="give a Hugging Face checkpoint folder")
-    config = read_json_object(path / "config.json")
-    is_regular_file(path / "hf_quant_config.json")
-    weight_map = _read_index(path)
-    problems: list[Problem] = []
-    files = _choose_files(path, weight_map, problems)
-    tensors: dict[str, StoredTensor] = {}
-    headers: dict[str, bytes] = {}
-    for file in files:
-        raw, rows = read_header(path / file)
-        headers[file] = raw
-        for row in rows:
-            if row.name in tensors:
-                raise CheckpointError(
-                    f"tensor {row.name} is stored twice, in {tensors[row.name].file} and in {file}",
-                    fix="remove the duplicate shard; which of the two is meant cannot be told",
-                )
-            tensors[row.name] = row
-    if weight_map is not None:
-        _compare_with_index(tensors, weight_map, problems)
-    return Folder(path=path, tensors=tensors, config=config, files=files, headers=headers, problems=problems)
+    return read_source(LocalFiles(path))
+
+
+def read_source(source: Source) -> Folder:
+    """`read_folder` for any source; closes it when that raises."""
+    try:
+        return _read_source(source)
+    except BaseException:
+        source.close()
+        raise
 
 
 def check_path(path: Path) -> None:
@@ -154,10 +259,27 @@ def check_path(path: Path) -> None:
         raise CheckpointError(f"unusable path {str(path)[:200]!r}: {reason}", fix="give another path") from error
 
 
+def is_regular_file(path: Path) -> bool:
+    """Whether `path` exists. Raises CheckpointError for a folder, pipe, socket or device, which must not be opened."""
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}", fix="check the path and its permissions") from error
+    if not stat.S_ISREG(mode):
+        raise CheckpointError(f"{path} is not a regular file", fix="put the checkpoint's own file there, or remove it")
+    return True
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises CheckpointError naming the file, line and column of a fault."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        if (size := path.stat().st_size) > MAX_JSON_BYTES:
+            raise CheckpointError(
+                f"{path} has {size} bytes; more than {MAX_JSON_BYTES} are no config", fix="put the producer's file back"
+            )
+        value = parse_json(path.read_bytes())
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"cannot read {path}: {error}", fix="check the file") from error
     except json.JSONDecodeError as error:
@@ -166,7 +288,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         ) from error
     except RecursionError as error:
         raise CheckpointError(f"{path} is broken JSON: nested too deeply", fix="repair the file") from error
-    except ValueError as error:  # a number of thousands of digits
+    except ValueError as error:  # a number of thousands of digits, half a character
         raise CheckpointError(f"{path} is broken JSON: {error}", fix="repair the file") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a {type(value).__name__}, expected a JSON object", fix="repair the file")
@@ -178,95 +300,73 @@ def to_json_text(value: dict[str, Any]) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
-def _read_index(path: Path) -> dict[str, str] | None:
-    if not is_regular_file(path / INDEX_NAME):
-        return None
-    weight_map = read_json_object(path / INDEX_NAME).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+def _read_source(source: Source) -> Folder:
+    config_path = source.fetch("config.json")
+    if config_path is None:
+        raise CheckpointError(f"{source.name} has no config.json", fix="give a Hugging Face checkpoint folder")
+    config = read_json_object(config_path)
+    for name in CONFIG_FILES[1:]:
+        source.fetch(name)
+    index_path = source.fetch(INDEX_NAME)
+    index = None if index_path is None else parse_index(read_json_object(index_path), source.name)
+    problems: list[Problem] = []
+    files = choose_files(source.name, source.shards(), index, problems)
+    tensors: dict[str, StoredTensor] = {}
+    headers: dict[str, bytes] = {}
+    with ThreadPoolExecutor(source.parallel) as pool:
+        try:
+            for file, (raw, rows) in zip(files, pool.map(lambda f: _read_header(source, f), files), strict=True):
+                headers[file] = raw
+                _add(tensors, rows)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+    if index is not None:
+        compare_with_headers(index, tensors, files, problems)
+    return Folder(
+        path=source.path,
+        tensors=tensors,
+        config=config,
+        files=files,
+        headers=headers,
+        problems=problems,
+        source=source,
+    )
+
+
+def _read_header(source: Source, file: str) -> tuple[bytes, list[StoredTensor]]:
+    def read(position: int, count: int) -> bytes:
+        buffer = bytearray(count)
+        source.read_into(file, memoryview(buffer), position, "its header")
+        return bytes(buffer)
+
+    place = f"{source.name}/{file}"
+    size = source.size(file)
+    if size is None:
+        raise CheckpointError(f"cannot read {place}: it does not exist", fix="copy or download the shard again")
+    return read_header(file, place, size, read)
+
+
+def _add(tensors: dict[str, StoredTensor], rows: list[StoredTensor]) -> None:
+    for row in rows:
+        if row.name in tensors:
+            raise CheckpointError(
+                f"tensor {row.name} is stored twice, in {tensors[row.name].file} and in {row.file}",
+                fix="remove the duplicate shard; which of the two is meant cannot be told",
+            )
+        tensors[row.name] = row
+
+
+def _check_inside(folder: Path, path: Path) -> None:
+    """Refuse a link that leaves the folder: what is read could be shown, converted or carried over to another place.
+
+    A snapshot of the Hub cache is a folder of links into the `blobs` beside it; those are its own files.
+    """
+    root, real = folder.resolve(), path.resolve()
+    homes = [root]
+    if root.parent.name == "snapshots":
+        homes.append((root.parent.parent / "blobs").resolve())
+    if not any(real.is_relative_to(home) for home in homes):
         raise CheckpointError(
-            f"{path / INDEX_NAME} has no `weight_map` of tensor names to files", fix="write the index again"
-        )
-    return weight_map
-
-
-def _choose_files(path: Path, weight_map: dict[str, str] | None, problems: list[Problem]) -> tuple[str, ...]:
-    present = sorted(p.name for p in path.glob("*.safetensors"))
-    if weight_map is None:
-        if not present:
-            raise CheckpointError(f"{path} holds no *.safetensors file", fix="give a safetensors checkpoint")
-        missing = list(_missing_of_series(present))
-        if missing:
-            raise CheckpointError(
-                f"{path} lacks the shard {missing[0]}"
-                + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
-                + f", and there is no {INDEX_NAME}",
-                fix="copy or download the missing shards",
-            )
-        if len(present) > 1:
-            problems.append(
-                Problem(
-                    "index-vs-files",
-                    "warning",
-                    f"{len(present)} shards and no {INDEX_NAME}; all of them were read",
-                    fix="write an index beside the shards",
-                )
-            )
-        return tuple(present)
-    named = sorted(set(weight_map.values()))
-    for file in named:
-        if not is_regular_file(path / file):
-            keys = [k for k, v in weight_map.items() if v == file]
-            raise CheckpointError(
-                f"{path / INDEX_NAME} names {file}, which does not exist ({len(keys)} tensors, first {keys[0]})",
-                fix="copy or download the missing shard, or write the index again",
-            )
-    for file in sorted(set(present) - set(named)):
-        problems.append(
-            Problem(
-                "index-vs-files",
-                "warning",
-                f"{file} lies in the folder but {INDEX_NAME} does not name it; it was not read",
-                file=file,
-                fix="remove the file, or write the index again",
-            )
-        )
-    return tuple(named)
-
-
-def _missing_of_series(present: list[str]) -> Iterator[str]:
-    series = [m for m in (re.fullmatch(r"(.*-)(\d{5})-of-(\d{5})(\.safetensors)", name) for name in present) if m]
-    for stem, total, end in sorted({(m[1], m[3], m[4]) for m in series}):
-        for number in range(1, int(total) + 1):
-            name = f"{stem}{number:05d}-of-{total}{end}"
-            if name not in present:
-                yield name
-
-
-def _compare_with_index(tensors: dict[str, StoredTensor], weight_map: dict[str, str], problems: list[Problem]) -> None:
-    absent = [k for k, file in weight_map.items() if k not in tensors or tensors[k].file != file]
-    unlisted = [k for k in tensors if k not in weight_map]
-    fix = "write the index again from the shards' headers"
-    if absent:
-        problems.append(
-            Problem(
-                "index-vs-files",
-                "error",
-                f"{INDEX_NAME} is stale: it places {absent[0]} in {weight_map[absent[0]]}, whose header lacks it"
-                + (f" ({len(absent)} such tensors)" if len(absent) > 1 else ""),
-                tensor=absent[0],
-                file=INDEX_NAME,
-                fix=fix,
-            )
-        )
-    if unlisted:
-        problems.append(
-            Problem(
-                "index-vs-files",
-                "error",
-                f"{INDEX_NAME} is stale: it does not list {unlisted[0]}, which {tensors[unlisted[0]].file} holds"
-                + (f" ({len(unlisted)} such tensors)" if len(unlisted) > 1 else ""),
-                tensor=unlisted[0],
-                file=INDEX_NAME,
-                fix=fix,
-            )
+            f"{path} is a link that leaves the checkpoint folder (to {real})",
+            fix="put the file itself there (`cp -L`), or give the folder that it lies in",
         )

@@ -2,41 +2,50 @@
 
     report = lint_checkpoint("nvidia--Kimi-K2.6-NVFP4", allow=("exclude-conflict",))
 
-Reads every block scale and global scale; packed codes only in samples, and whole where a sample or a zero scale calls
-for it. One tensor's scales are in memory at a time. What bytes alone cannot show: a consistently wrong packing (swapped
-nibbles decode to plausible weights) or one wrong scale that stays in its neighbours' range; those need the source
-weights (`workbench analyze`). A checkpoint that cannot be opened at all raises CheckpointError.
+Every global and input scale is read. Block scales are read whole up to 1 GiB a checkpoint, beyond that in a sample of
+each matrix (`all_scales` reads them all), and the report says how much was read. Codes are read in small samples, and
+whole where a sample is all zero or a scale is. One tensor's scales are in memory at a time. What bytes alone cannot
+show: a consistently wrong packing (swapped nibbles decode to plausible weights) or one wrong scale that stays in its
+neighbours' range; those need the source weights (`workbench analyze`). docs/lint.md explains every check. A checkpoint
+that cannot be opened at all raises CheckpointError.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from workbench.errors import ConfigError
-from workbench.records import LintReport
+from workbench.records import LintFinding, LintReport
 
 from .lint_config import (
     check_config_conflict,
+    check_exclude_ambiguous,
     check_exclude_conflict,
     check_expert_suffix_sets,
-    check_missing_tensor,
     found_while_opening,
 )
-from .lint_facts import read_facts
+from .lint_facts import Facts, read_facts
+from .lint_model import (
+    check_duplicate_module,
+    check_kv_scale,
+    check_missing_tensor,
+    check_tensor_parallel,
+    check_tied_embeddings,
+)
+from .lint_peers import check_global_scale_mismatch, check_power_of_two, check_scale_outlier
 from .lint_scales import (
     check_dead_tensor,
-    check_global_scale_mismatch,
     check_global_scale_range,
     check_input_scale,
+    check_nan_values,
     check_scale_nan,
-    check_scale_outlier,
     check_scale_sign,
     check_scale_subnormal,
 )
-from .open import open_checkpoint
+from .open import Checkpoint, open_checkpoint
 
 # id -> what it looks for. The order is the report's.
 CHECKS: dict[str, str] = {
@@ -44,7 +53,7 @@ CHECKS: dict[str, str] = {
     "missing-companion": "every packed weight has its scales, and every scale its weight",
     "scale-shape": "scales have the shape and dtype that the format prescribes",
     "k-divisible": "K is a multiple of the format's block",
-    "scale-nan": "no block scale is NaN (E4M3 0x7F, 0xFF; E8M0 255)",
+    "scale-nan": "no block scale is NaN (E4M3 0x7F, 0xFF; E8M0 255) or infinite",
     "scale-zero-or-negative": "no block scale is negative, or zero where its codes are not",
     "scale-subnormal": "block scales use E4M3's normal range (some kernels misread subnormals)",
     "global-scale-range": "global scales are finite, positive decode multipliers of a plausible size",
@@ -56,14 +65,27 @@ CHECKS: dict[str, str] = {
     "config-conflict": "the config files agree with each other and with the tensors' format",
     "dead-tensor": "no matrix is all zeros",
     "scale-outlier": "no layer's or expert's weights are far larger or smaller than its peers'",
+    "nan-values": "no FP8 code or plain weight is NaN or infinite, where they are looked at",
+    "global-scale-reciprocal": "no global scale is a divisor where a multiplier belongs",
+    "power-of-two-factor": "no factor 2^k runs through all gates, or all block scales",
+    "exclude-ambiguous": "no exclude pattern such as layers.1* means layers 10 to 19 as well",
+    "duplicate-module": "no module is stored under two prefixes",
+    "tied-embeddings": "an output head that config.json ties to the embeddings is them",
+    "kv-scale": "scales of the KV cache are usable, calibrated, and there if the config declares one",
+    "tensor-parallel": "quantized matrices split into whole blocks over some (or the asked) tensor-parallel size",
 }
+SEVERITIES = ("error", "warning", "info")
 
 
-def lint_checkpoint(path: str | Path, *, allow: Iterable[str] = ()) -> LintReport:
+def lint_checkpoint(
+    path: str | Path, *, allow: Iterable[str] = (), all_scales: bool = False, tensor_parallel: Sequence[int] = ()
+) -> LintReport:
     """Run every check on the checkpoint at `path`.
 
-    allow: ids of checks whose findings are kept with severity "allowed" instead of failing. Raises ConfigError for an
-    unknown id, CheckpointError for a checkpoint that cannot be opened.
+    allow: ids of checks whose findings are kept with severity "allowed" instead of failing. all_scales: read every
+    block scale, whatever it takes. tensor_parallel: sizes that the checkpoint is to be served with; a matrix that one
+    of them does not divide is an error. Raises ConfigError for an unknown id, CheckpointError for a checkpoint that
+    cannot be opened.
     """
     allow = tuple(allow)
     unknown = [check for check in allow if check not in CHECKS]
@@ -71,31 +93,46 @@ def lint_checkpoint(path: str | Path, *, allow: Iterable[str] = ()) -> LintRepor
         raise ConfigError(f"lint.allow names an unknown check {unknown[0]!r}", fix=f"known: {', '.join(CHECKS)}")
     started = time.perf_counter()
     with open_checkpoint(path, strict=False) as checkpoint:
-        facts = read_facts(checkpoint)
-        findings = [
-            *found_while_opening(checkpoint),
-            *check_config_conflict(checkpoint),
-            *check_exclude_conflict(checkpoint),
-            *check_missing_tensor(checkpoint),
-            *check_expert_suffix_sets(checkpoint),
-            *check_scale_nan(facts),
-            *check_scale_sign(facts),
-            *check_scale_subnormal(facts),
-            *check_global_scale_range(facts),
-            *check_global_scale_mismatch(facts),
-            *check_input_scale(facts, checkpoint),
-            *check_dead_tensor(facts),
-            *check_scale_outlier(facts),
-        ]
+        facts = read_facts(checkpoint, all_scales=all_scales)
+        findings = [*_check_structure(checkpoint, tensor_parallel), *_check_scales(checkpoint, facts)]
         entries = checkpoint.entries()
         order = list(CHECKS)
-        findings.sort(key=lambda f: (f.severity != "error", order.index(f.check)))
+        findings.sort(key=lambda f: (SEVERITIES.index(f.severity), order.index(f.check)))
         return LintReport(
-            checkpoint=str(checkpoint.path),
+            checkpoint=checkpoint.folder.name,
             dialect=checkpoint.dialect,
             checks=tuple(CHECKS),
             findings=tuple(replace(f, severity="allowed") if f.check in allow else f for f in findings),
             quantized_tensors=sum(e.quantized for e in entries),
             tensors=len(entries),
             seconds=time.perf_counter() - started,
+            scale_bytes=facts.scale_bytes,
+            scale_bytes_read=facts.scale_bytes_read,
         )
+
+
+def _check_structure(checkpoint: Checkpoint, tensor_parallel: Sequence[int]) -> Iterator[LintFinding]:
+    yield from found_while_opening(checkpoint)
+    yield from check_config_conflict(checkpoint)
+    yield from check_exclude_conflict(checkpoint)
+    yield from check_exclude_ambiguous(checkpoint)
+    yield from check_missing_tensor(checkpoint)
+    yield from check_expert_suffix_sets(checkpoint)
+    yield from check_duplicate_module(checkpoint)
+    yield from check_tied_embeddings(checkpoint)
+    yield from check_kv_scale(checkpoint)
+    yield from check_tensor_parallel(checkpoint, tensor_parallel)
+
+
+def _check_scales(checkpoint: Checkpoint, facts: Facts) -> Iterator[LintFinding]:
+    matrices = facts.matrices
+    yield from check_scale_nan(matrices)
+    yield from check_nan_values(matrices)
+    yield from check_scale_sign(matrices)
+    yield from check_scale_subnormal(matrices)
+    yield from check_global_scale_range(matrices)
+    yield from check_global_scale_mismatch(matrices, checkpoint)
+    yield from check_input_scale(matrices, checkpoint)
+    yield from check_dead_tensor(matrices)
+    yield from check_power_of_two(matrices)
+    yield from check_scale_outlier(matrices)

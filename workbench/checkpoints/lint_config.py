@@ -1,29 +1,32 @@
-"""Lint checks on names, config and headers; no tensor is read."""
+"""Lint checks on the config's claims: formats, excludes, and how alike the experts are. No tensor is read."""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from workbench.records import LintFinding
 
-from .match import is_plain_name, matches, plain_name
-from .names import expert_peers, parse_name
-from .open import Checkpoint
+from .lint_findings import entry_finding, more, problem_findings
+from .match import is_plain_name, unmatched_patterns
+from .names import expert_peers, is_embedding, is_lm_head, is_router, ties_embeddings
+from .open import Checkpoint, Entry
 from .selection import fused_groups, linear_weights
+
+PREDICTION_HEADS = {"mtp", "nextn"}
+_OPEN_NUMBER = re.compile(r"(?:^|\.)(\d+)\*")
 
 
 def found_while_opening(checkpoint: Checkpoint) -> Iterator[LintFinding]:
     """index-vs-files, missing-companion, scale-shape, k-divisible: what `open_checkpoint` would have refused."""
-    for p in checkpoint.problems:
-        yield LintFinding(
-            check=p.check, severity=p.severity, message=p.message, tensor=p.tensor, file=p.file, fix=p.fix
-        )
+    return problem_findings(checkpoint.problems)
 
 
 def check_config_conflict(checkpoint: Checkpoint) -> Iterator[LintFinding]:
     """config-conflict: config files that contradict each other, or the tensors' format."""
-    for conflict in checkpoint.declaration.conflicts:
+    declared = checkpoint.declaration
+    for conflict in declared.conflicts:
         yield LintFinding(
             check="config-conflict",
             severity="warning",
@@ -31,17 +34,15 @@ def check_config_conflict(checkpoint: Checkpoint) -> Iterator[LintFinding]:
             file="config.json",
             fix="servers read one file or the other: make both say what the tensors are",
         )
-    declaration = checkpoint.declaration
     packed = [e for e in checkpoint.entries() if e.quantized]
-    if declaration.files and not declaration.algorithm and packed:
-        yield LintFinding(
-            check="config-conflict",
-            severity="warning",
-            message=f"{declaration.files[0]} is read as {checkpoint.dialect}'s and declares no weight format,"
-            f" the tensor is {packed[0].format}{_more(packed)}",
-            tensor=packed[0].name,
-            file=packed[0].file,
-            fix="quant_method may name the wrong producer: restore the config that was exported with the tensors",
+    if declared.files and not declared.algorithm and packed:
+        yield entry_finding(
+            "config-conflict",
+            "warning",
+            f"{declared.files[0]} is read as {checkpoint.dialect}'s and declares no weight format, the tensor is"
+            f" {packed[0].format}",
+            packed,
+            "quant_method may name the wrong producer: restore the config that was exported with the tensors",
         )
     if checkpoint.dialect != "modelopt" and (checkpoint.path / "hf_quant_config.json").is_file():
         yield LintFinding(
@@ -51,17 +52,20 @@ def check_config_conflict(checkpoint: Checkpoint) -> Iterator[LintFinding]:
             file="hf_quant_config.json",
             fix="servers read one file or the other: keep the one that was exported with the tensors",
         )
-    declared = checkpoint.declaration.format
-    other = [e for e in checkpoint.entries() if e.quantized and declared and e.format != declared]
-    if other:
-        yield LintFinding(
-            check="config-conflict",
-            severity="error",
-            message=f"{checkpoint.declaration.files[0]} declares {declared}, the tensor is {other[0].format}"
-            + _more(other),
-            tensor=other[0].name,
-            file=other[0].file,
-            fix="the tensors decide what is read here; make the config say what they are",
+    if checkpoint.dialect == "compressed_tensors":
+        return  # its reader compares every scheme, block sizes included: a problem
+    others: dict[tuple[str, str], list[Entry]] = defaultdict(list)
+    for entry in packed:
+        wanted = declared.format_of(entry.module)
+        if wanted and wanted != entry.format:
+            others[wanted, entry.format].append(entry)
+    for (wanted, stored), entries in others.items():
+        yield entry_finding(
+            "config-conflict",
+            "error",
+            f"{declared.files[0]} declares {wanted}, the tensor is {stored}",
+            entries,
+            "the tensors decide what is read here; make the config say what they are",
         )
 
 
@@ -70,133 +74,126 @@ def check_exclude_conflict(checkpoint: Checkpoint) -> Iterator[LintFinding]:
     match no module."""
     declared = checkpoint.declaration
     where = declared.files[0] if declared.files else "config.json"
+    entries = checkpoint.entries()
     if declared.algorithm:
-        stored_packed = [e for e in checkpoint.entries() if e.quantized and not declared.expects_quantized(e.module)]
-        if stored_packed:
-            yield LintFinding(
-                check="exclude-conflict",
-                severity="error",
-                message=f"{where} says {stored_packed[0].module} is not quantized, the tensor is"
-                f" {stored_packed[0].format}{_more(stored_packed)}",
-                tensor=stored_packed[0].name,
-                file=stored_packed[0].file,
-                fix="remove the name from the excludes, or store the tensor unquantized",
+        packed = [e for e in entries if e.quantized and not declared.expects_quantized(e.module)]
+        if packed:
+            yield entry_finding(
+                "exclude-conflict",
+                "error",
+                f"{where} says {packed[0].module} is not quantized, the tensor is {packed[0].format}",
+                packed,
+                "remove the name from the excludes, or store the tensor unquantized",
             )
         plain = [e for e in linear_weights(checkpoint) if not e.quantized and declared.expects_quantized(e.module)]
         if plain:
-            yield LintFinding(
-                check="exclude-conflict",
-                severity="error",
-                message=f"{where} declares {declared.algorithm} for {plain[0].module}, the tensor is"
-                f" {plain[0].format}{_more(plain)}",
-                tensor=plain[0].name,
-                file=plain[0].file,
-                fix="add the module to the excludes: a server would build a quantized layer for it",
+            yield entry_finding(
+                "exclude-conflict",
+                "error",
+                f"{where} declares {declared.algorithm} for {plain[0].module}, the tensor is {plain[0].format}",
+                plain,
+                "add the module to the excludes: a server would build a quantized layer for it",
             )
-    split = [group for group in fused_groups(checkpoint.entries()) if len({e.format for e in group}) > 1]
+        heads = [e for e in entries if _is_prediction_head(e) and declared.expects_quantized(e.module)]
+        if heads:
+            yield entry_finding(
+                "exclude-conflict",
+                "warning",
+                f"{where} declares {declared.algorithm} for {heads[0].module}, the tensor is {heads[0].format}; it is"
+                " a prediction head's, the model's own answers do not depend on it",
+                heads,
+                "add the module to the excludes: a server would load the head as garbage and accept no draft",
+            )
+    split = [group for group in fused_groups(entries) if len({e.format for e in group}) > 1]
     if split:
+        kinds = ", ".join(f"{e.projection} ({e.format})" for e in split[0])
         yield LintFinding(
             check="exclude-conflict",
             severity="error",
-            message="servers fuse "
-            + ", ".join(f"{e.projection} ({e.format})" for e in split[0])
-            + f" into one matrix, and they are not in one format{_more(split, 'groups')}",
+            message=f"servers fuse {kinds} into one matrix, and they are not in one format{more(len(split), 'groups')}",
             tensor=split[0][0].name,
             file=split[0][0].file,
             fix="quantize or exclude all of them",
+            count=len(split),
+            tensors=tuple(e.name for group in split for e in group),
         )
-    modules = {e.module for e in checkpoint.entries()}
-    containers = {parent for module in modules for parent in _parents(module)}
-    dead = [p for p in declared.excludes if not _matches_something(p, modules, containers)]
+    dead = _dead_patterns(checkpoint)
     if dead:
         yield LintFinding(
             check="exclude-conflict",
             severity="warning",
-            message=f"the exclude pattern {dead[0]!r} of {where} matches no module{_more(dead, 'patterns')}",
+            message=f"the exclude pattern {dead[0]!r} of {where} matches no module{more(len(dead), 'patterns')}",
             file="config.json",
             fix="correct the name (a wrong prefix leaves a module quantized) or remove the pattern",
+            count=len(dead),
+            tensors=tuple(dead),
+        )
+
+
+def check_exclude_ambiguous(checkpoint: Checkpoint) -> Iterator[LintFinding]:
+    """exclude-ambiguous: a pattern such as `model.layers.1*`, which also fits layers 10 to 19."""
+    parts = {part for e in checkpoint.entries() for part in e.module.split(".") if part.isdigit()}
+    wide = {}
+    for pattern in checkpoint.declaration.excludes:
+        match = None if pattern.startswith("re:") else _OPEN_NUMBER.search(pattern)
+        longer = sorted(p for p in parts if match and p != match[1] and p.startswith(match[1]))
+        if longer and match and match[1] in parts:
+            wide[pattern] = f"{match[1]} and {', '.join(longer[:3])}" + (", ..." if longer[3:] else "")
+    if wide:
+        pattern, numbers = next(iter(wide.items()))
+        yield LintFinding(
+            check="exclude-ambiguous",
+            severity="warning",
+            message=f"the exclude pattern {pattern!r} fits the numbers {numbers}{more(len(wide), 'patterns')}",
+            file="config.json",
+            fix="write a dot before the star: `layers.1.*`",
+            count=len(wide),
+            tensors=tuple(wide),
         )
 
 
 def check_expert_suffix_sets(checkpoint: Checkpoint) -> Iterator[LintFinding]:
     """expert-suffix-sets: the experts of one layer and projection differ in format or in the scales they have."""
-    stored: dict[str, dict[tuple[str, ...], list[str]]] = defaultdict(lambda: defaultdict(list))
+    stored: dict[str, dict[tuple[str, ...], list[Entry]]] = defaultdict(lambda: defaultdict(list))
     for entry in checkpoint.entries():
         if entry.expert >= 0 and entry.projection:
             signature = (entry.format, *sorted(checkpoint.parts(entry.name)))
-            stored[expert_peers(entry.module)][signature].append(entry.name)
-    odd = []
+            stored[expert_peers(entry.module)][signature].append(entry)
+    odd: dict[tuple[tuple[str, ...], tuple[str, ...]], list[Entry]] = defaultdict(list)
     for kinds in stored.values():
-        if len(kinds) > 1:
-            usual = max(kinds, key=lambda k: len(kinds[k]))
-            odd += [(name, kind, usual) for kind, names in kinds.items() if kind != usual for name in names]
-    if odd:
-        name, kind, usual = odd[0]
+        usual = max(kinds, key=lambda k: len(kinds[k]))
+        for kind, entries in kinds.items():
+            if kind != usual:
+                odd[kind, usual] += entries
+    for (kind, usual), entries in odd.items():
         lacking = sorted(set(usual) - set(kind))
-        yield LintFinding(
-            check="expert-suffix-sets",
-            severity="error",
-            message=f"{name} is stored as {' + '.join(kind)}, its sibling experts as {' + '.join(usual)}"
-            + (f": it lacks {', '.join(lacking)}" if lacking else "")
-            + _more(odd),
-            tensor=name,
-            file=checkpoint.entry(name).file,
-            fix="export the checkpoint again: servers give a layer's experts one format",
+        neutral = "; a pre_quant_scale of ones says the same" if lacking == ["pre_quant_scale"] else ""
+        yield entry_finding(
+            "expert-suffix-sets",
+            "error",
+            f"{entries[0].name} is stored as {' + '.join(kind)}, its sibling experts as {' + '.join(usual)}"
+            + (f": it lacks {', '.join(lacking)}" if lacking else ""),
+            entries,
+            "export the checkpoint again: servers give a layer's experts one format" + neutral,
         )
 
 
-def check_missing_tensor(checkpoint: Checkpoint) -> Iterator[LintFinding]:
-    """missing-tensor: layers or experts that the config counts have no tensor."""
-    config = checkpoint.config.get("text_config") or checkpoint.config
-    names = checkpoint.folder.tensors
-    parsed = [parse_name(name) for name in names]
-    layers = {p.layer for p in parsed if p.layer >= 0}
-    wanted = config.get("num_hidden_layers")
-    if isinstance(wanted, int) and layers:
-        missing = sorted(set(range(wanted)) - layers)
-        if missing:
-            yield _missing(
-                f"config.json counts {wanted} layers, layer {missing[0]} has no tensor{_more(missing, 'layers')}"
-            )
-    experts: dict[int, set[int]] = defaultdict(set)
-    for p in parsed:
-        if p.expert >= 0 and p.layer >= 0:
-            experts[p.layer].add(p.expert)
-    counts = [
-        config[k] for k in ("n_routed_experts", "num_local_experts", "num_experts") if isinstance(config.get(k), int)
-    ]
-    wanted_experts = counts[0] if counts else max((max(e) + 1 for e in experts.values()), default=0)
-    absent = [
-        (layer, e) for layer, found in sorted(experts.items()) for e in sorted(set(range(wanted_experts)) - found)
-    ]
-    if absent:
-        yield _missing(
-            f"each MoE layer has {wanted_experts} experts, expert {absent[0][1]} of layer {absent[0][0]} has no tensor"
-            f"{_more(absent, 'experts')}"
-        )
-
-
-def _missing(message: str) -> LintFinding:
-    return LintFinding(
-        check="missing-tensor",
-        severity="error",
-        message=message,
-        file="config.json",
-        fix="copy or download the missing shards, or export the checkpoint again",
+def _is_prediction_head(entry: Entry) -> bool:
+    """A plain linear layer of a multi-token-prediction head that has its own name."""
+    return (
+        not entry.quantized
+        and entry.projection != ""
+        and len(entry.shape) == 2
+        and not PREDICTION_HEADS.isdisjoint(entry.module.split("."))
+        and not (is_embedding(entry.module) or is_lm_head(entry.module) or is_router(entry.module))
+        and "norm" not in entry.projection
     )
 
 
-def _more(items: Sequence[object], what: str = "tensors") -> str:
-    return f" ({len(items)} such {what})" if len(items) > 1 else ""
-
-
-def _parents(module: str) -> Iterator[str]:
-    while "." in module:
-        module = module.rpartition(".")[0]
-        yield module
-
-
-def _matches_something(pattern: str, modules: set[str], containers: set[str]) -> bool:
-    if is_plain_name(pattern):
-        return plain_name(pattern) in modules or plain_name(pattern) in containers
-    return any(matches(m, pattern) for m in modules) or any(matches(c, pattern) for c in containers)
+def _dead_patterns(checkpoint: Checkpoint) -> list[str]:
+    """Exclude patterns that match no module; not a tied head's, which need not be stored."""
+    modules = {e.module: e.expert for e in checkpoint.entries()}
+    tied = ties_embeddings(checkpoint.config)
+    excludes = [p for p in checkpoint.declaration.excludes if not (tied and is_plain_name(p) and is_lm_head(p))]
+    few = [module for module, expert in modules.items() if expert <= 0]  # one expert stands for its peers
+    return unmatched_patterns(unmatched_patterns(excludes, few), modules)

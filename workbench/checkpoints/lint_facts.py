@@ -1,125 +1,334 @@
-"""What lint reads: each quantized tensor's scales once, and codes where a sample or a zero scale calls for them."""
+"""What lint knows of each matrix: its scales, and as much of its codes as a doubt calls for.
+
+    facts = read_facts(checkpoint)
+    facts.matrices[0].scan.nan, facts.matrices[0].global_scale
+
+Every single value (global and input scales, scales of a whole matrix) is read, and every expert's share of a stack.
+Block scales are read whole until they exceed a budget for the checkpoint; then each matrix gives a sample of the same
+size. Codes are read in small samples, and whole where a sample is all zero or a block's scale is, up to a budget too.
+From the Hub, where each read is a request, block scales beyond the budget are left out and codes only read on doubt.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from workbench.formats import QuantizedTensor, get_format
-from workbench.kernels.tables import E8M0_BIAS, E8M0_NAN
+from workbench.formats.table import WHOLE
+from workbench.kernels.elements import decode
 
+from .files import Folder
+from .header import DTYPES, StoredTensor
+from .lint_reads import Scan, is_remote, read_runs, read_windows, scan_scales, scan_tensor, to_doubles
 from .open import Checkpoint, Entry
 
-SAMPLE_BYTES = 4096  # codes read from the middle of a tensor to see whether it is alive
+SCALE_BUDGET = 1 << 30  # bytes of block scales that are read at all, if not asked for all
+REMOTE_SCALE_BUDGET = 1 << 26
+CODE_BUDGET = 1 << 30  # bytes of codes that are read whole, on doubt
+SCALAR_BYTES = 2048  # what is no larger is read in any case
+SAMPLE_BYTES = 4096  # of a matrix's codes, to see whether it is alive
+MULTIPLIERS = ("global_scale", "input_scale")
+DIVISORS = {"global_divisor": "global_scale", "input_divisor": "input_scale"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScaleFacts:
     """What one matrix's scales look like.
 
-    nan, negative: block scales. zero_live: blocks with scale zero and a non-zero code. largest: largest block scale
-    (NaN excluded). level_log2: mean log2 of the positive block scales times the global scale; NaN when there is none.
-    dead: every code decodes to zero, or every scale is zero. global_scale, input_scale: None where not stored.
+    scan: of its block scales, or of a sample of them (scan.count < blocks). blocks: how many there are. zero_live: zero
+    scales over codes that are not all zero; None where the codes were not read. dead: every value is zero. nan_values:
+    a value that was looked at is NaN or infinite without its scales. global_scale, input_scale: decode multipliers,
+    None where there is none; 0.0 for a stored divisor of 0, inf for one that is infinitely small.
     """
 
     entry: Entry
-    blocks: int
-    nan: int
-    negative: int
-    zero_live: int
-    largest: float
-    level_log2: float
-    dead: bool
-    global_scale: float | None
-    input_scale: float | None
+    scan: Scan
+    blocks: int = 0
+    zero_live: int | None = 0
+    dead: bool = False
+    nan_values: bool = False
+    global_scale: float | None = None
+    input_scale: float | None = None
+
+    @property
+    def level_log2(self) -> float:
+        """Mean log2 of the positive block scales times the global scale; NaN when there is none."""
+        factor = 1.0 if self.global_scale is None else self.global_scale
+        return self.scan.mean_log2 + math.log2(factor) if 0 < factor < math.inf else math.nan
 
 
-def read_facts(checkpoint: Checkpoint) -> list[ScaleFacts]:
-    """Facts on every quantized matrix, in layer order; and on plain matrices only whether they are dead."""
-    return [
-        _quantized_facts(checkpoint, e) if e.quantized else _plain_facts(checkpoint, e)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """matrices: quantized ones, and plain ones inside the layers, in layer order. scale_bytes: of all block scales;
+    scale_bytes_read: of those that were looked at."""
+
+    matrices: list[ScaleFacts] = field(default_factory=list)
+    scale_bytes: int = 0
+    scale_bytes_read: int = 0
+
+
+def read_facts(checkpoint: Checkpoint, *, all_scales: bool = False) -> Facts:
+    """Facts on every quantized matrix and, without scales, on plain ones. all_scales: read block scales beyond the
+    budget too. Raises CheckpointError."""
+    entries = [
+        e
         for e in checkpoint.entries()
-        if e.quantized or (e.projection and len(e.shape) == 2 and e.layer >= 0)
+        if e.quantized or (e.projection and len(e.shape) == 2 and e.layer >= 0 and 0 not in e.shape)
     ]
-
-
-def _quantized_facts(checkpoint: Checkpoint, entry: Entry) -> ScaleFacts:
-    parts = checkpoint.parts(entry.name)
-    load = checkpoint.folder.load
-    scale_bytes = load(parts["block_scales"].name).view(torch.uint8).numpy().reshape(-1)
-    counts = np.bincount(scale_bytes, minlength=256)
-    has_global = get_format(entry.format).has_global
-    values = _E4M3_VALUES if has_global else _E8M0_VALUES
-    global_scale = float(load(parts["global_scale"].name).float()) if "global_scale" in parts else None
-    positive = (values > 0) & (counts > 0)
-    nan = int(counts[np.isnan(values)].sum())
-    zero = int(counts[values == 0].sum()) if has_global else 0
-    factor = global_scale if global_scale is not None else 1.0
-    level = math.nan
-    if positive.any() and 0 < factor < math.inf:
-        level = float((counts[positive] * np.log2(values[positive])).sum() / counts[positive].sum() + math.log2(factor))
-    all_zero_scales = not positive.any() and nan == 0
-    return ScaleFacts(
-        entry=entry,
-        blocks=scale_bytes.size,
-        nan=nan,
-        negative=int(counts[0x80:0xFF].sum()) if has_global else 0,
-        zero_live=_live_blocks(checkpoint, entry, scale_bytes) if zero else 0,
-        largest=float(values[positive].max()) if positive.any() else 0.0,
-        level_log2=level,
-        dead=all_zero_scales or _is_zero(checkpoint, entry, 0x77),
-        global_scale=global_scale,
-        input_scale=float(load(parts["input_scale"].name).float()) if "input_scale" in parts else None,
+    reader = _Reader(checkpoint, entries, all_scales)
+    return Facts(
+        matrices=[reader.facts(e) for e in entries],
+        scale_bytes=reader.scale_bytes,
+        scale_bytes_read=reader.scale_bytes_read,
     )
 
 
-def _plain_facts(checkpoint: Checkpoint, entry: Entry) -> ScaleFacts:
-    return ScaleFacts(
-        entry=entry,
-        blocks=0,
-        nan=0,
-        negative=0,
-        zero_live=0,
-        largest=0.0,
-        level_log2=math.nan,
-        dead=_is_zero(checkpoint, entry, None),
-        global_scale=None,
-        input_scale=None,
-    )
+def without_codes(checkpoint: Checkpoint, known: Mapping[str, bytes] | None = None) -> Checkpoint:
+    """The checkpoint with codes that have a shape but no memory (device "meta"), scales as they are.
 
-
-def _is_zero(checkpoint: Checkpoint, entry: Entry, mask: int | None) -> bool:
-    """Whether all values are +-0. A sample decides for a live tensor; the whole is read only when the sample is zero.
-
-    mask: bits of a byte that make a value non-zero (0x77 for two FP4 codes); None: compare as floats.
+    Every dialect thus cuts its scales out of stacks and tiles as it does when it reads, and no code is read. known:
+    bytes of stored tensors that were read before.
     """
-    info = checkpoint.parts(entry.name)["values"]
-    if info.nbytes == 0:
-        return False
-    if mask is None:
-        count = min(SAMPLE_BYTES, info.nbytes)
-        sample = np.frombuffer(checkpoint.folder.load_bytes(info, (info.nbytes - count) // 16 * 8, count), np.uint8)
-        if np.count_nonzero(sample & 0x7F):
+    values = {checkpoint.parts(e.name)["values"].name for e in checkpoint.entries() if e.quantized}
+    return replace(checkpoint, folder=_WithoutCodes(checkpoint.folder, values, known or {}))
+
+
+class _WithoutCodes(Folder):
+    """A folder that hands out the tensors `values` without reading them, and those of `known` without reading them
+    again."""
+
+    def __init__(self, folder: Folder, values: set[str], known: Mapping[str, bytes]) -> None:
+        for attribute in ("path", "tensors", "config", "files", "headers", "problems", "_source"):
+            setattr(self, attribute, getattr(folder, attribute))
+        self._values, self._known = values, known
+
+    def load(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        info = self.tensors[name]
+        if name in self._values:
+            shape = info.shape if rows is None else (rows[1] - rows[0], *info.shape[1:])
+            return torch.empty(shape, dtype=DTYPES[info.dtype], device="meta")
+        if name not in self._known:
+            return super().load(name, rows)
+        whole = torch.frombuffer(bytearray(self._known[name]), dtype=DTYPES[info.dtype]).reshape(info.shape)
+        return whole if rows is None else whole[rows[0] : rows[1]]
+
+
+class _Reader:
+    """Reads what the facts need in three passes over the files, each in the order of the bytes."""
+
+    def __init__(self, checkpoint: Checkpoint, entries: list[Entry], all_scales: bool) -> None:
+        self.checkpoint, self.folder = checkpoint, checkpoint.folder
+        self.remote = is_remote(self.folder)
+        self.code_budget = CODE_BUDGET
+        self.scale_bytes = self.scale_bytes_read = 0
+        parts = {e.name: checkpoint.parts(e.name) for e in entries}
+        self.parts = parts
+        small = {
+            info.name: info
+            for roles in parts.values()
+            for role, info in roles.items()
+            if role != "values" and 0 < info.nbytes <= SCALAR_BYTES
+        }
+        self.small = {info.name: bytes(data) for info, data in read_runs(self.folder, small.values())}
+        self.scales_only = without_codes(checkpoint, self.small)
+        self.scans = self._scan_blocks(entries, all_scales)
+        self.samples = {} if self.remote else self._sample_values(entries)
+
+    def facts(self, entry: Entry) -> ScaleFacts:
+        if not entry.quantized:
+            dead, nan = self._look_at_values(entry, doubt=False)
+            return ScaleFacts(entry=entry, scan=Scan(), dead=dead, nan_values=nan)
+        scalars = self._scalars(entry)
+        scan, blocks = self._scan_of(entry)
+        uniform = scan.count > 0 and scan.smallest == scan.largest  # as a matrix has that is all zero
+        dead, nan = self._look_at_values(entry, doubt=uniform)
+        dead = dead or (scan.zero == scan.count == blocks > 0 and not nan)
+        zero_live: int | None = 0
+        if scan.zero and not dead and get_format(entry.format).scale != "e8m0":
+            zero_live, nan_too = self._live_zero_blocks(entry)
+            nan = nan or nan_too
+        return ScaleFacts(
+            entry=entry,
+            scan=scan,
+            blocks=blocks,
+            zero_live=zero_live,
+            dead=dead,
+            nan_values=nan,
+            global_scale=scalars.get("global_scale"),
+            input_scale=scalars.get("input_scale"),
+        )
+
+    # ---- scales ------------------------------------------------------------------------------------------------------
+
+    def _scan_blocks(self, entries: list[Entry], all_scales: bool) -> dict[str, Scan]:
+        """Scans of the stored block scales that belong to one entry as they are, by stored name."""
+        infos = {}
+        for entry in entries:
+            info = self.parts[entry.name].get("block_scales")
+            if entry.quantized and info is not None and _is_whole(entry, info):
+                infos[info.name] = info
+        self.scale_bytes = sum(info.nbytes for info in infos.values())
+        budget = REMOTE_SCALE_BUDGET if self.remote else SCALE_BUDGET
+        share = budget // max(len(infos), 1)
+        everything = all_scales or self.scale_bytes <= budget
+        scans: dict[str, Scan] = {}
+        whole = []
+        for info in infos.values():
+            if info.name in self.small:
+                scans[info.name] = scan_scales(self.small[info.name], info.dtype)
+                self.scale_bytes_read += info.nbytes
+            elif everything or info.nbytes <= share:
+                whole.append(info)
+        for info, data in read_runs(self.folder, whole):
+            scans[info.name] = scan_scales(data, info.dtype)
+            self.scale_bytes_read += info.nbytes
+        rest = [info for name, info in infos.items() if name not in scans and info.nbytes]
+        for info in () if self.remote else sorted(rest, key=lambda i: (i.file, i.begin)):
+            sample = read_windows(self.folder, info, share)
+            scans[info.name] = scan_scales(sample, info.dtype)
+            self.scale_bytes_read += len(sample)
+        return scans
+
+    def _scan_of(self, entry: Entry) -> tuple[Scan, int]:
+        """The scan of an entry's block scales, and how many there are."""
+        info = self.parts[entry.name].get("block_scales")
+        if info is not None and _is_whole(entry, info):
+            return self.scans.get(info.name, Scan()), math.prod(info.shape)
+        if info is None:  # scales among the codes
+            tensor = self.checkpoint.read(entry.name)
+        else:
+            tensor = self.scales_only.read(entry.name)
+        assert isinstance(tensor, QuantizedTensor)
+        nbytes = tensor.block_scales.numel() * tensor.block_scales.element_size()
+        self.scale_bytes += nbytes
+        self.scale_bytes_read += nbytes
+        return scan_tensor(tensor.block_scales), tensor.block_scales.numel()
+
+    def _scalars(self, entry: Entry) -> dict[str, float]:
+        """Global and input scale as decode multipliers."""
+        parts = self.parts[entry.name]
+        if entry.shared and any(role in parts for role in MULTIPLIERS):
+            q = self.scales_only.read(entry.name)
+            return {role: float(v) for role in MULTIPLIERS if (v := getattr(q, role)) is not None}
+        scalars = {}
+        for role, info in parts.items():
+            if role in MULTIPLIERS or role in DIVISORS:
+                value = float(to_doubles(self.small[info.name], info.dtype)[0])
+                scalars[DIVISORS.get(role, role)] = _invert(value) if role in DIVISORS else value
+        return scalars
+
+    # ---- values ------------------------------------------------------------------------------------------------------
+
+    def _sample_values(self, entries: list[Entry]) -> dict[str, tuple[bool, bool]]:
+        """For each entry whether its sampled values look alive, and whether one is NaN or infinite."""
+        places = [(e, window) for e in entries for window in _windows(e, self.parts[e.name]["values"])]
+        places.sort(key=lambda p: (p[1][0].file, p[1][0].begin + p[1][1]))
+        looks: dict[str, tuple[bool, bool]] = {}
+        for entry, (info, offset, count) in places:
+            alive, nan = _look(self.folder.load_bytes(info, offset, count), info.dtype, entry)
+            before = looks.get(entry.name, (True, False))
+            looks[entry.name] = (before[0] and alive, before[1] or nan)
+        return looks
+
+    def _look_at_values(self, entry: Entry, *, doubt: bool) -> tuple[bool, bool]:
+        """Whether an entry is dead, and whether it holds NaN or infinity; read whole where the sample is not alive."""
+        alive, nan = self.samples.get(entry.name, (not doubt, False))
+        if alive or 0 in entry.shape or not self._may_read(entry):
+            return False, nan
+        tensor = self.checkpoint.read(entry.name)
+        values = _unscaled(tensor) if isinstance(tensor, QuantizedTensor) else tensor
+        return not bool(torch.count_nonzero(values)), nan or not bool(values.isfinite().all())
+
+    def _live_zero_blocks(self, entry: Entry) -> tuple[int | None, bool]:
+        """How many blocks have a zero scale and a code that is not, and whether such a code is NaN; None: not read."""
+        if not self._may_read(entry):
+            return None, False
+        q = self.checkpoint.read(entry.name)
+        assert isinstance(q, QuantizedTensor)
+        zero = q.block_scales.float() == 0
+        if q.group_index is not None:
+            return int(zero.sum()), False  # blocks of scattered columns: taken as live
+        values = _unscaled(q)
+        block = q.block or (q.spec.rows, q.spec.block)
+        live = _any_in_block(values != 0, block).reshape(zero.shape)
+        nan = _any_in_block(values.isnan(), block).reshape(zero.shape)
+        return int((zero & live).sum()), bool((zero & nan).any())
+
+    def _may_read(self, entry: Entry) -> bool:
+        info = self.parts[entry.name]["values"]
+        nbytes = info.nbytes // info.shape[0] if entry.shared and entry.expert >= 0 and info.shape else info.nbytes
+        if nbytes > self.code_budget:
             return False
-        return not bool(torch.count_nonzero(checkpoint.folder.load(info.name)))
-    count = min(SAMPLE_BYTES, info.nbytes)
-    sample = np.frombuffer(checkpoint.folder.load_bytes(info, (info.nbytes - count) // 2, count), np.uint8)
-    if np.count_nonzero(sample & mask):
-        return False
-    return not np.count_nonzero(checkpoint.folder.load(info.name).view(torch.uint8).numpy() & mask)
+        self.code_budget -= nbytes
+        return True
 
 
-def _live_blocks(checkpoint: Checkpoint, entry: Entry, scale_bytes: np.ndarray) -> int:
-    """Blocks whose E4M3 scale is +-0 while a code is not."""
-    q = checkpoint.read(entry.name)
-    assert isinstance(q, QuantizedTensor)
-    codes = q.codes.numpy().reshape(scale_bytes.size, -1)
-    zero = (scale_bytes & 0x7F) == 0
-    return int(((codes[zero] & 0x77) != 0).any(axis=1).sum())
+def _is_whole(entry: Entry, info: StoredTensor) -> bool:
+    """Whether a stored scale tensor holds this entry's block scales and nothing else (no expert beside it, no padding
+    to tiles)."""
+    block = get_format(entry.format).block
+    n, k = entry.shape
+    return not entry.shared and (block <= 0 or math.prod(info.shape) <= n * -(-k // block))
 
 
-_E4M3_VALUES = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn).double().numpy()
-_E8M0_VALUES = np.where(np.arange(256) == E8M0_NAN, np.nan, 2.0 ** (np.arange(256.0) - E8M0_BIAS))
+def _invert(divisor: float) -> float:
+    """A stored divisor as a multiplier; 0 stays 0: a dead module's, never infinity."""
+    return 1.0 / divisor if divisor else 0.0
+
+
+def _windows(entry: Entry, info: StoredTensor) -> Iterator[tuple[StoredTensor, int, int]]:
+    """Places (tensor, offset, bytes) to look at. Of a stack: neighbouring rows of this expert at two heights, so that
+    gate and up are both met, whether they lie one after the other or in turn."""
+    if info.nbytes == 0:
+        return
+    if not entry.shared:
+        count = min(SAMPLE_BYTES, info.nbytes)
+        yield info, (info.nbytes - count) // 2 // 24 * 24, count  # a multiple of what any element is packed in
+        return
+    experts = info.shape[0] if len(info.shape) > 2 else 1
+    part = info.nbytes // experts
+    rows = info.shape[1] if len(info.shape) > 2 else info.shape[0]
+    width = part // rows
+    for row in dict.fromkeys((rows // 4, rows // 4 + 1, 3 * rows // 4, 3 * rows // 4 + 1)):
+        if row < rows and width:
+            yield info, max(entry.expert, 0) % experts * part + row * width, min(SAMPLE_BYTES // 4, width)
+
+
+def _look(data: bytes, dtype: str, entry: Entry) -> tuple[bool, bool]:
+    """(alive, NaN or infinite) of some stored bytes. Integers are alive when not all bytes are equal: what zero is,
+    their packing and zero points say."""
+    if entry.quantized:
+        element = get_format(entry.format).element
+        if element == "e2m1":
+            return bool((np.frombuffer(data, np.uint8) & 0x77).any()), False
+        if element.startswith("int"):
+            return data.count(data[:1]) != len(data), False
+        whole = data[: len(data) // 3 * 3] if element in ("e2m3", "e3m2") else data
+        values = decode(torch.frombuffer(bytearray(whole), dtype=torch.uint8).view(_code_dtype(element)), element)
+    else:
+        size = DTYPES[dtype].itemsize
+        values = torch.frombuffer(bytearray(data[: len(data) // size * size]), dtype=DTYPES[dtype])
+    nan = values.dtype.is_floating_point and not bool(values.isfinite().all())
+    return bool(torch.count_nonzero(values)), nan
+
+
+def _code_dtype(element: str) -> torch.dtype:
+    return {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}.get(element, torch.uint8)
+
+
+def _unscaled(q: QuantizedTensor) -> torch.Tensor:
+    """Codes as values; with zero points as they decode, since there the zero code depends on the block."""
+    return decode(q.codes, q.spec.element) if q.zero_points is None else q.dequantize()
+
+
+def _any_in_block(flags_nk: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Whether any flag of a block is set, `[blocks of N, blocks of K]`."""
+    n, k = flags_nk.shape
+    rows, columns = (size if b == WHOLE else b for b, size in zip(block, (n, k), strict=True))
+    padded = torch.nn.functional.pad(flags_nk, (0, -k % columns, 0, -n % rows))
+    return padded.reshape(-(-n // rows), rows, -(-k // columns), columns).any(3).any(1)

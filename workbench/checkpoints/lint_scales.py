@@ -1,82 +1,119 @@
-"""Lint checks on scale values, from the facts that `lint_facts.read_facts` gathered."""
+"""Lint checks on the scale values of each matrix, from the facts that `lint_facts.read_facts` gathered."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
 
-import numpy as np
-
-from workbench.kernels.tables import E2M1_MAX
+from workbench.formats import get_format
+from workbench.kernels.elements import ELEMENTS
 from workbench.records import LintFinding
 
 from .lint_facts import ScaleFacts
-from .names import expert_peers, fusion_group
+from .lint_findings import entry_finding
+from .match import is_plain_name, matches_any
 from .open import Checkpoint
 
 PLAUSIBLE_AMAX = (1e-6, 1e3)  # of a weight matrix
 E4M3_MIN_NORMAL = 2.0**-6
-OUTLIER_LOG2 = 0.7  # a doubled scale is 1.0
-OUTLIER_SPREADS = 5.0
-
-T = TypeVar("T")
+UNIT_SCALES = 4  # static scales that are exactly 1 and no longer a coincidence
 
 
-def check_scale_nan(facts: Iterable[ScaleFacts]) -> Iterator[LintFinding]:
-    """scale-nan: NaN bytes among the block scales."""
-    bad = [f for f in facts if f.nan]
+def check_scale_nan(facts: Sequence[ScaleFacts]) -> Iterator[LintFinding]:
+    """scale-nan: NaN bytes (E4M3 0x7F and 0xFF, E8M0 255), NaN or infinite floats among the block scales."""
+    bad = [f for f in facts if f.scan.nan]
     if bad:
         yield _finding(
             "scale-nan",
             "error",
-            f"{bad[0].nan} of {bad[0].blocks} block scales are NaN",
+            f"{_of(bad[0].scan.nan, bad[0])} block scales are NaN",
             bad,
             "the blocks decode to NaN: export again (producers must clamp scales to 448 before the E4M3 cast)",
         )
+    infinite = [f for f in facts if f.scan.infinite]
+    if infinite:
+        yield _finding(
+            "scale-nan",
+            "error",
+            f"{_of(infinite[0].scan.infinite, infinite[0])} block scales are infinite",
+            infinite,
+            "export again: a scale was divided by zero or overflowed",
+        )
 
 
-def check_scale_sign(facts: Iterable[ScaleFacts]) -> Iterator[LintFinding]:
+def check_nan_values(facts: Sequence[ScaleFacts]) -> Iterator[LintFinding]:
+    """nan-values: FP8 codes or plain weights that are NaN or infinite, where values were looked at."""
+    bad = [f for f in facts if f.nan_values]
+    if bad:
+        yield _finding(
+            "nan-values",
+            "error",
+            f"the {bad[0].entry.format} matrix holds values that are NaN or infinite",
+            bad,
+            "restore it from the source; ModelOpt's FP8 export of an all-zero matrix is all NaN: exclude such matrices",
+        )
+
+
+def check_scale_sign(facts: Sequence[ScaleFacts]) -> Iterator[LintFinding]:
     """scale-zero-or-negative: negative block scales; zero scales that erase non-zero codes."""
-    facts = list(facts)
-    negative = [f for f in facts if f.negative]
+    negative = [f for f in facts if f.scan.negative]
     if negative:
         yield _finding(
             "scale-zero-or-negative",
             "error",
-            f"{negative[0].negative} of {negative[0].blocks} block scales are negative",
+            f"{_of(negative[0].scan.negative, negative[0])} block scales are negative",
             negative,
             "a scale has no sign: the bytes are not what the format says; export again",
         )
     zero = [f for f in facts if f.zero_live and not f.dead]
-    if zero:
+    for small, severity, why, fix in (
+        (
+            True,
+            "warning",
+            "they underflowed",
+            "export again with a producer that clamps block scales to 2^-9, or accept that these blocks are zero",
+        ),
+        (False, "error", "whole rows or blocks are lost", "export again: a float scale does not underflow by itself"),
+    ):
+        hit = [f for f in zero if _is_e4m3(f) == small]
+        if hit:
+            yield _finding(
+                "scale-zero-or-negative",
+                severity,
+                f"{_of(hit[0].zero_live or 0, hit[0])} block scales are zero, their codes are not: {why}",
+                hit,
+                fix,
+            )
+    unread = [f for f in facts if f.zero_live is None]
+    if unread:
         yield _finding(
             "scale-zero-or-negative",
             "warning",
-            f"{zero[0].zero_live} of {zero[0].blocks} block scales are zero, their codes are not: they underflowed",
-            zero,
-            "export again with a producer that clamps block scales to 2^-9, or accept that these blocks are zero",
+            f"{_of(unread[0].scan.zero, unread[0])} block scales are zero; the codes of so many matrices with zero"
+            " scales are not read, so this may be harmless",
+            unread,
+            "`workbench analyze` compares with the source weights",
         )
 
 
-def check_scale_subnormal(facts: Iterable[ScaleFacts]) -> Iterator[LintFinding]:
+def check_scale_subnormal(facts: Sequence[ScaleFacts]) -> Iterator[LintFinding]:
     """scale-subnormal: all of a tensor's E4M3 scales are below 2^-6, which some kernels misread."""
-    small = [f for f in facts if f.global_scale is not None and not f.dead and 0 < f.largest < E4M3_MIN_NORMAL]
+    small = [f for f in facts if _is_e4m3(f) and not f.dead and 0 < f.scan.largest < E4M3_MIN_NORMAL]
     if small:
         yield _finding(
             "scale-subnormal",
             "warning",
-            f"the largest block scale is {small[0].largest:.3g}, below E4M3's smallest normal 2^-6",
+            f"the largest block scale is {small[0].scan.largest:.3g}, below E4M3's smallest normal 2^-6",
             small,
             "legal, but backend-sensitive; a global scale of amax / 2688 uses the full range",
         )
 
 
-def check_global_scale_range(facts: Iterable[ScaleFacts]) -> Iterator[LintFinding]:
-    """global-scale-range: zero, negative or non-finite globals; globals that imply impossible weights."""
+def check_global_scale_range(facts: Sequence[ScaleFacts]) -> Iterator[LintFinding]:
+    """global-scale-range: zero, negative or non-finite globals; scales that imply impossible weights.
+    global-scale-reciprocal: a global that is plausible only when it is inverted."""
     facts = [f for f in facts if f.entry.quantized]
-    bad = [f for f in facts if f.global_scale is not None and not (0 < f.global_scale < math.inf)]
+    bad = [f for f in facts if f.global_scale is not None and not 0 < f.global_scale < math.inf]
     if bad:
         yield _finding(
             "global-scale-range",
@@ -86,83 +123,94 @@ def check_global_scale_range(facts: Iterable[ScaleFacts]) -> Iterator[LintFindin
             "the matrix decodes to zeros, infinities or NaN; export it again (all-zero matrices: exclude them)",
         )
     usable = [f for f in facts if f.global_scale is None or 0 < f.global_scale < math.inf]
-    huge = [f for f in usable if _implied_amax(f) > PLAUSIBLE_AMAX[1]]
+    inverted = [f for f in usable if not f.dead and _is_inverted(f)]
+    if inverted:
+        first = inverted[0]
+        yield _finding(
+            "global-scale-reciprocal",
+            "error",
+            f"the global scale {_shown(first.global_scale)} implies weights up to {_implied_amax(first):.3g}, its"
+            f" reciprocal up to {_implied_amax(first, inverted=True):.3g}",
+            inverted,
+            "a divisor (compressed-tensors' convention) stands where a multiplier belongs, or the reverse: weights are"
+            " off by its square; store the reciprocal, once",
+        )
+    known = {f.entry.name for f in inverted}
+    huge = [f for f in usable if _implied_amax(f) > PLAUSIBLE_AMAX[1] and f.entry.name not in known]
     if huge:
         yield _finding(
             "global-scale-range",
             "error",
             f"the scales imply weights up to {_implied_amax(huge[0]):.3g}"
-            + (f" (global scale {huge[0].global_scale:.6g})" if huge[0].global_scale is not None else ""),
+            + (f" (global scale {_shown(huge[0].global_scale)})" if huge[0].global_scale is not None else ""),
             huge,
-            "the global scale may be stored as a divisor (compressed-tensors' convention); it must be a multiplier",
+            "the scales are read in another number format than they were written in (E8M0 bytes as numbers, say), or"
+            " the global scale is wrong; export again",
         )
-    tiny = [f for f in usable if not f.dead and 0 < _implied_amax(f) < PLAUSIBLE_AMAX[0]]
+    tiny = [f for f in usable if not f.dead and 0 < _implied_amax(f) < PLAUSIBLE_AMAX[0] and f.entry.name not in known]
     if tiny:
         yield _finding(
             "global-scale-range",
             "warning",
             f"the scales imply weights of at most {_implied_amax(tiny[0]):.3g}",
             tiny,
-            "compare with the source weights",
+            "compare with the source weights (`workbench analyze`)",
         )
 
 
-def check_global_scale_mismatch(facts: Iterable[ScaleFacts]) -> Iterator[LintFinding]:
-    """global-scale-mismatch: fused projections with different globals; many servers use one of them for all."""
-    groups: dict[str, list[ScaleFacts]] = defaultdict(list)
-    for f in facts:
-        group = fusion_group(f.entry.module)
-        if group is not None and f.global_scale is not None and 0 < f.global_scale < math.inf:
-            groups[group].append(f)
-    unequal = [g for g in groups.values() if len({f.global_scale for f in g}) > 1]
-    if unequal:
-        worst = max(unequal, key=_ratio)
-        parts = ", ".join(f"{f.entry.projection} {f.global_scale:.6g}" for f in worst)
-        yield _finding(
-            "global-scale-mismatch",
-            "error",
-            f"projections that servers fuse have different global scales: {parts} (ratio {_ratio(worst):.4g});"
-            f" {len(unequal)} of {len(groups)} fused groups differ",
-            worst[:1],
-            "quantize with shared globals (the default of `workbench quantize`), or serve with a runtime that keeps"
-            " one global per projection and pass --allow global-scale-mismatch",
-        )
+def check_input_scale(facts: Sequence[ScaleFacts], checkpoint: Checkpoint) -> Iterator[LintFinding]:
+    """input-scale-missing: some modules of a format have a static activation scale and others do not, or an unusable
+    one; none has, though the config needs one; all are exactly 1."""
+    declared = checkpoint.declaration
+    patterns = tuple(p for p in declared.weight_only if not is_plain_name(p))
+    quantized = [f for f in facts if f.entry.quantized]
+    for format in dict.fromkeys(f.entry.format for f in quantized):
+        alike = [f for f in quantized if f.entry.format == format]
+        having = [f for f in alike if f.input_scale is not None]
+        lacking = [f for f in alike if f.input_scale is None]
+        if having and lacking:
+            lacking = [f for f in lacking if not _is_listed(f.entry.module, declared.weight_only, patterns)]
+        if having and lacking:
+            yield _finding(
+                "input-scale-missing",
+                "error",
+                "input_scale is missing, while other modules have one; servers fill in zero, and 1 / 0 is infinite",
+                lacking,
+                "calibrate again; experts without tokens take their siblings' largest amax (`workbench calibrate`)",
+            )
+        if alike and not having and _needs_input_scale(checkpoint, format):
+            yield LintFinding(
+                check="input-scale-missing",
+                severity="warning",
+                message=f"the config declares {declared.activations} activations, but no {format} module has an"
+                " input_scale",
+                file="config.json",
+                fix="calibrate, or declare a weight-only scheme (ModelOpt's is W4A16_NVFP4)",
+                count=len(alike),
+                tensors=tuple(f.entry.name for f in alike),
+            )
+        unusable = [f for f in having if not 0 < (f.input_scale or 0.0) < math.inf]
+        if unusable:
+            yield _finding(
+                "input-scale-missing",
+                "error",
+                f"input_scale is {unusable[0].input_scale}",
+                unusable,
+                "calibrate again: a zero, negative or non-finite activation scale gives NaN outputs, and a server that"
+                " takes the largest of a layer's experts spreads it to all of them",
+            )
+        unit = [f for f in having if f.input_scale == 1.0]
+        if len(unit) >= UNIT_SCALES:
+            yield _finding(
+                "input-scale-missing",
+                "warning",
+                "input_scale is exactly 1: set by hand, not calibrated",
+                unit,
+                "calibrate (`workbench calibrate`), if the producer's recipe does not want it so",
+            )
 
 
-def check_input_scale(facts: Iterable[ScaleFacts], checkpoint: Checkpoint) -> Iterator[LintFinding]:
-    """input-scale-missing: some modules have a static activation scale and others do not, or an unusable one."""
-    nvfp4 = [f for f in facts if f.global_scale is not None]
-    having = [f for f in nvfp4 if f.input_scale is not None]
-    weight_only = checkpoint.declaration.weight_only
-    lacking = [f for f in nvfp4 if f.input_scale is None and weight_only.isdisjoint(_self_and_parents(f.entry.module))]
-    if having and lacking:
-        yield _finding(
-            "input-scale-missing",
-            "error",
-            "input_scale is missing, while other modules have one; servers fill in zero, and 1 / 0 is infinite",
-            lacking,
-            "calibrate again; experts without tokens take their siblings' largest amax (`workbench calibrate`)",
-        )
-    if nvfp4 and not having and checkpoint.declaration.algorithm == "NVFP4" and checkpoint.dialect == "modelopt":
-        yield LintFinding(
-            check="input-scale-missing",
-            severity="warning",
-            message="the config declares NVFP4 activations (quant_algo NVFP4), but no module has an input_scale",
-            file="config.json",
-            fix="calibrate, or declare W4A16_NVFP4",
-        )
-    unusable = [f for f in having if not (0 < (f.input_scale or 0.0) < math.inf)]
-    if unusable:
-        yield _finding(
-            "input-scale-missing",
-            "error",
-            f"input_scale is {unusable[0].input_scale}",
-            unusable,
-            "calibrate again: a zero, negative or non-finite activation scale gives NaN outputs",
-        )
-
-
-def check_dead_tensor(facts: Iterable[ScaleFacts]) -> Iterator[LintFinding]:
+def check_dead_tensor(facts: Sequence[ScaleFacts]) -> Iterator[LintFinding]:
     """dead-tensor: a matrix whose every value is zero."""
     dead = [f for f in facts if f.dead]
     if dead:
@@ -175,73 +223,52 @@ def check_dead_tensor(facts: Iterable[ScaleFacts]) -> Iterator[LintFinding]:
         )
 
 
-def check_scale_outlier(facts: Iterable[ScaleFacts]) -> Iterator[LintFinding]:
-    """scale-outlier: a layer (or one expert of a layer) whose weights are much larger or smaller than its peers'.
-
-    Compares mean log2 of block scale * global scale: each expert with the median of its layer's experts, each layer
-    with the median over layers of the same projection. Far means more than 0.7 (a factor 1.6) and more than five
-    times the peers' spread. It cannot tell a fault from a model that is like that, so it only warns.
-    """
-    facts = [f for f in facts if f.entry.quantized and math.isfinite(f.level_log2)]
-    experts: dict[str, list[ScaleFacts]] = defaultdict(list)
-    layers: dict[tuple[str, bool, bool], dict[int, list[ScaleFacts]]] = defaultdict(lambda: defaultdict(list))
-    for f in facts:
-        if f.entry.expert >= 0:
-            experts[expert_peers(f.entry.module)].append(f)
-        kind = (f.entry.projection, f.entry.expert >= 0, f.entry.shared_expert)
-        layers[kind][f.entry.layer].append(f)
-    far = [(f, d) for group in experts.values() for f, d in _far([(f, f.level_log2) for f in group])]
-    if far:
-        yield _outlier(far, "its layer's other experts")
-    far_layers = [
-        (group[0], d)
-        for by_layer in layers.values()
-        for group, d in _far([(g, float(np.median([f.level_log2 for f in g]))) for g in by_layer.values()])
-    ]
-    if far_layers:
-        yield _outlier(far_layers, "the same projection in the other layers")
+def _finding(check: str, severity: str, message: str, bad: Sequence[ScaleFacts], fix: str) -> LintFinding:
+    return entry_finding(check, severity, message, [f.entry for f in bad], fix)
 
 
-def _implied_amax(f: ScaleFacts) -> float:
-    return float(E2M1_MAX * f.largest * (f.global_scale if f.global_scale is not None else 1.0))
+def _of(count: int, f: ScaleFacts) -> str:
+    """ "3 of 128", or how many of a sample."""
+    return f"{count} of {f.blocks}" if f.scan.count == f.blocks else f"{count} of {f.scan.count} sampled"
 
 
-def _self_and_parents(module: str) -> Iterator[str]:
-    while module:
-        yield module
+def _is_e4m3(f: ScaleFacts) -> bool:
+    return f.entry.quantized and get_format(f.entry.format).scale == "e4m3"
+
+
+def _implied_amax(f: ScaleFacts, *, inverted: bool = False) -> float:
+    """The largest weight that the scales can make."""
+    factor = 1.0 if f.global_scale is None else f.global_scale
+    return ELEMENTS[get_format(f.entry.format).element].max * f.scan.largest * (1 / factor if inverted else factor)
+
+
+def _is_inverted(f: ScaleFacts) -> bool:
+    low, high = PLAUSIBLE_AMAX
+    return (
+        f.global_scale is not None
+        and f.scan.largest > 0
+        and not low <= _implied_amax(f) <= high
+        and low <= _implied_amax(f, inverted=True) <= high
+    )
+
+
+def _shown(scale: float | None) -> str:
+    return "none" if scale is None else f"{scale:.6g}"
+
+
+def _needs_input_scale(checkpoint: Checkpoint, format: str) -> bool:
+    """Whether activations are declared in a format whose scale is stored: NVFP4's global one, ModelOpt's FP8."""
+    declared = checkpoint.declaration
+    if declared.activations == "nvfp4":
+        return format == "nvfp4"
+    return checkpoint.dialect == "modelopt" and declared.algorithm == "FP8" and format == "fp8_tensor"
+
+
+def _is_listed(module: str, names: frozenset[str], patterns: tuple[str, ...]) -> bool:
+    """Whether weight-only modules include `module`. names are looked up, since there can be thousands; patterns: those
+    of them that are none; "Linear" is compressed-tensors' word for every layer that no other group takes."""
+    if "Linear" in names or (patterns and matches_any(module, patterns)):
+        return True
+    while module and module not in names:
         module = module.rpartition(".")[0]
-
-
-def _ratio(group: list[ScaleFacts]) -> float:
-    values = [abs(f.global_scale or 0.0) for f in group]
-    return max(values) / min(values) if min(values) > 0 else math.inf
-
-
-def _far(levels: list[tuple[T, float]]) -> list[tuple[T, float]]:
-    """Items whose level lies far from the median of at least four, with the difference."""
-    if len(levels) < 4:
-        return []
-    values = np.array([level for _, level in levels])
-    median = float(np.median(values))
-    spread = 1.4826 * float(np.median(np.abs(values - median)))
-    limit = max(OUTLIER_LOG2, OUTLIER_SPREADS * spread)
-    return [(item, level - median) for item, level in levels if abs(level - median) > limit]
-
-
-def _outlier(far: list[tuple[ScaleFacts, float]], peers: str) -> LintFinding:
-    worst = max(far, key=lambda pair: abs(pair[1]))
-    return _finding(
-        "scale-outlier",
-        "warning",
-        f"the weights are {2 ** worst[1]:.3g} times as large as those of {peers}",
-        [worst[0], *(f for f, _ in far if f is not worst[0])],
-        "compare with the source weights (`workbench analyze`): a global scale may be wrong",
-    )
-
-
-def _finding(check: str, severity: str, message: str, bad: list[ScaleFacts], fix: str) -> LintFinding:
-    first = bad[0].entry
-    more = f" ({len(bad)} such tensors)" if len(bad) > 1 else ""
-    return LintFinding(
-        check=check, severity=severity, message=message + more, tensor=first.name, file=first.file, fix=fix
-    )
+    return bool(module)

@@ -3,30 +3,49 @@
     parse_name("model.layers.1.mlp.experts.3.gate_proj.weight")
     # ParsedName(module="model.layers.1.mlp.experts.3.gate_proj", layer=1, expert=3, projection="gate_proj", ...)
 
-Names are read as the Hub's model families write them (`layers.<i>`, `experts.<j>`, `shared_expert(s)`). Layers of a
-vision tower or of a multi-token-prediction head are not the language model's layers and count as layer -1.
+Names are read as the Hub's model families write them (`layers.<i>`, `experts.<j>`, `shared_expert(s)`), under any
+prefix (`model.`, `language_model.model.`, `model.language_model.`, `backbone.`) and whatever the MoE block is called
+(`mlp`, `block_sparse_moe`, `ffn`, `feed_forward`, `mixer`). Layers of a vision or audio tower or of a
+multi-token-prediction head are not the language model's layers and count as layer -1; a prediction layer that DeepSeek
+numbers on (`model.layers.61`) cannot be told by its name.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 # Projections that read one input and that servers run as one matrix, so producers give them one global scale:
-# ModelOpt and llm-compressor share over q/k/v, gate/up (w1/w3), and over MLA's q_a/kv_a.
+# ModelOpt and llm-compressor share over q/k/v, gate/up (w1/w3), and over MLA's q_a/kv_a; vLLM also runs DeepSeek-V4's
+# wq_a/wkv and Qwen3.5's in_proj_qkv/in_proj_z and in_proj_b/in_proj_a as one.
 FUSED_PROJECTIONS: tuple[tuple[str, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("wq_a", "wkv"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
 )
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 _EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)(?:\.|$)")
-_SHARED_EXPERT = re.compile(r"(?:^|\.)shared_experts?(?:\.|$)")
-_OTHER_TOWERS = {"mtp", "visual", "vision_tower", "vision_model", "audio_tower"}
+_SHARED_EXPERT = re.compile(r"(?:^|\.)(?:shared?_experts?|shared_mlp)(?:\.|$)")
+_OTHER_TOWERS = {
+    "mtp",
+    "nextn",
+    "visual",
+    "vision_tower",
+    "vision_model",
+    "vision_encoder",
+    "vit",
+    "audio_tower",
+    "audio_encoder",
+    "sound_encoder",
+}
 _FUSED_KEY = {projection: "+".join(group) for group in FUSED_PROJECTIONS for projection in group}
-_EMBEDDINGS = {"embed_tokens", "embeddings", "wte", "word_embeddings", "tok_embeddings"}
+_EMBEDDINGS = {"embed_tokens", "embed", "embeddings", "wte", "word_embeddings", "tok_embeddings"}
 _ROUTERS = {"gate", "router", "shared_expert_gate"}
 
 
@@ -75,14 +94,23 @@ def is_embedding(module: str) -> bool:
 
 
 def is_lm_head(module: str) -> bool:
-    """The output head: `lm_head`, or a top-level `head` / `output` (DeepSeek-V4, Mistral)."""
+    """The output head: `lm_head`, a top-level `head` / `output` (DeepSeek-V4, Mistral), a prediction layer's copy."""
     last = module.rpartition(".")[2]
-    return last == "lm_head" or module in {"head", "output"}
+    return last == "lm_head" or module in {"head", "output"} or module.endswith(".shared_head.head")
 
 
 def is_router(module: str) -> bool:
-    """The expert router or a shared expert's gate; never `gate_proj`."""
-    return module.rpartition(".")[2] in _ROUTERS
+    """The expert router or a shared expert's gate; never `gate_proj`. Some families wrap the router's matrix
+    (`router.layer`, `router.proj`, `gate.wg`)."""
+    parent, _, last = module.rpartition(".")
+    return last in _ROUTERS or parent.rpartition(".")[2] == "router" or module.endswith(".gate.wg")
+
+
+def ties_embeddings(config: dict[str, Any]) -> bool:
+    """Whether config.json says that the output head is the embedding matrix, so that no `lm_head` need be stored."""
+    inner = config.get("text_config")
+    holders = (config, inner) if isinstance(inner, dict) else (config,)
+    return any(holder.get("tie_word_embeddings") is True for holder in holders)
 
 
 def layer_order(name: str) -> tuple[int, int, tuple[tuple[bool, int, str], ...]]:
@@ -92,4 +120,4 @@ def layer_order(name: str) -> tuple[int, int, tuple[tuple[bool, int, str], ...]]
         block = 1
     else:
         block = 0 if is_embedding(parsed.module) else 2
-    return block, parsed.layer, tuple((p.isdigit(), int(p) if p.isdigit() else 0, p) for p in name.split("."))
+    return block, parsed.layer, tuple((p.isdecimal(), int(p) if p.isdecimal() else 0, p) for p in name.split("."))

@@ -1,14 +1,20 @@
-"""Write a checkpoint folder that either appears whole or not at all.
+"""Write a checkpoint folder that either appears whole or not at all, one tensor in memory at a time.
 
     with CheckpointWriter(dst) as writer:
         writer.add({"model.norm.weight": tensor})     # as many times as there are tensors
-        writer.copy_file(src / "tokenizer.json")
+        writer.copy_file(src / "tokenizer.json", "tokenizer.json")
         writer.write_json("config.json", config)
     # leaving the block without an error renames the folder into place
 
 Everything goes to a hidden sibling folder; a full disk, Ctrl-C or any other error removes it. Its name says whose it is
-(host, process), so that what a killed process left is removed by the next one that writes there. One shard is held in
-memory at a time (`max_shard_bytes`).
+(host, process), so that what a killed process left is removed by the next one that writes there.
+
+With `resume=True` the next one takes the finished shards over instead, when `key` (what is written, from what) is the
+same, and an error keeps them too. `writer.finished` then holds the notes of every `add` that need not be repeated.
+
+A tensor goes to disk as it is added. A safetensors file starts with its header and wants its tensors ordered by
+alignment, and neither is known before a shard is full; so a shard's bytes are spooled to a file and copied into order
+when it ends. The price is a second write of every byte; the gain is that no shard is ever held in memory.
 """
 
 from __future__ import annotations
@@ -16,25 +22,40 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import json
 import os
 import re
 import secrets
 import shutil
 import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from workbench.errors import CheckpointError, OutputError
-from workbench.records import write_text
 
 from .files import INDEX_NAME, check_path, to_json_text
+from .header import DTYPES
 
 DEFAULT_SHARD_BYTES = 2 << 30
+_COPY_BYTES = 8 << 20
+_KEY_FILE = ".conversion.json"
+_SPOOL = ".spool"
+# The safetensors library's order of tensors in a file: by dtype, the widest first, then by name.
+_DTYPE_ORDER = {
+    name: rank
+    for rank, name in enumerate(
+        (
+            *("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "I16", "U16", "F16", "BF16", "I32", "U32", "F32"),
+            *("F64", "I64", "U64"),
+        )
+    )
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PLACE_FAULTS = {
     **dict.fromkeys(
         (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY, errno.EBUSY),
@@ -48,26 +69,46 @@ _PLACE_FAULTS = {
 class CheckpointWriter:
     """Collects tensors into shards of at most `max_shard_bytes` and builds `path` when the block ends without error.
 
-    Raises CheckpointError when `path` is a file or a non-empty folder (unless overwrite=True, which replaces it at the
-    end), OutputError when the disk is full or not writable.
+    resume, key: see the module. finished: the notes of the adds that finished shards of an earlier attempt hold, in
+    order; the caller goes on with the one after. Raises CheckpointError when `path` is a file or a non-empty folder
+    (unless overwrite=True, which replaces it at the end) or what an earlier attempt left was written under another key,
+    OutputError when the disk is full or not writable.
     """
 
-    def __init__(self, path: Path, *, overwrite: bool = False, max_shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        overwrite: bool = False,
+        max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+        resume: bool = False,
+        key: str = "",
+    ) -> None:
         self.path = path
         self.overwrite = overwrite
         self.max_shard_bytes = max_shard_bytes
-        self._pending: dict[str, torch.Tensor] = {}
-        self._pending_bytes = 0
+        self.resume = resume
+        self.key = key
+        self.finished: list[Any] = []
+        self._notes: list[Any] = []
+        self._rows: list[_Row] = []
         self._shards: list[tuple[str, list[str]]] = []
         self._names: set[str] = set()
         self._total_bytes = 0
 
     def __enter__(self) -> CheckpointWriter:
-        clear_leftovers(self.path)
+        clear_leftovers(self.path, unfinished=not self.resume)
         check_destination(self.path, overwrite=self.overwrite)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            left = _find_unfinished(self.path, self.key) if self.resume else None
             self._build = _make_sibling(self.path, "new")
+            if left is not None:
+                self._build.rmdir()
+                left.rename(self._build)
+                self._take_over()
+            self.write_text(_KEY_FILE, json.dumps({"key": self.key}))
+            self._spool = (self._build / _SPOOL).open("w+b", buffering=0)
         except OSError as error:
             raise _output_error(self.path, error) from error
         return self
@@ -79,29 +120,33 @@ class CheckpointWriter:
             if kind is None:
                 self._finish()
         except OSError as failure:
-            raise _output_error(self.path, failure) from failure
+            raise _output_error(self.path, failure, kept=self.resume) from failure
         finally:
-            shutil.rmtree(self._build, ignore_errors=True)
+            self._spool.close()
+            if not self.resume or kind is None:
+                shutil.rmtree(self._build, ignore_errors=True)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors added so far."""
+        """Bytes of all tensors added so far, those of finished shards included."""
         return self._total_bytes
 
-    def add(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Add tensors that belong together (a weight and its scales): they go to one shard."""
+    def add(self, tensors: Mapping[str, torch.Tensor], note: Any = None) -> None:
+        """Add tensors that belong together (a weight and its scales): they go to one shard. note: see `finished`."""
         size = sum(t.numel() * t.element_size() for t in tensors.values())
-        if self._pending and self._pending_bytes + size > self.max_shard_bytes:
+        spooled = self._rows[-1].end if self._rows else 0
+        if self._rows and spooled + size > self.max_shard_bytes:
             self._flush()
         for name, tensor in tensors.items():
             if name in self._names:
                 raise CheckpointError(f"tensor {name} would be written twice", fix="report this as a bug")
             self._names.add(name)
-            self._pending[name] = tensor.contiguous()
-        self._pending_bytes += size
+            self._append(name, tensor)
+        self._notes.append(note)
         self._total_bytes += size
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
+        """Write a JSON file of the checkpoint. Raises CheckpointError for a value that is none."""
         try:
             text = to_json_text(value)
             text.encode()
@@ -109,7 +154,14 @@ class CheckpointWriter:
             raise CheckpointError(
                 f"{name} cannot be written as JSON: {error}", fix="repair the source's file"
             ) from error
-        write_text(self._build / name, text)
+        self.write_text(name, text)
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a text file of the checkpoint (UTF-8)."""
+        try:
+            (self._build / name).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise _output_error(self.path, error, kept=self.resume) from error
 
     def copy_file(self, source: Path, name: str) -> None:
         """Copy a side file (tokenizer, chat template, ...) under its relative name."""
@@ -117,25 +169,63 @@ class CheckpointWriter:
             (self._build / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, self._build / name)
         except OSError as error:
-            raise _output_error(self.path, error) from error
+            raise _output_error(self.path, error, kept=self.resume) from error
+
+    def _append(self, name: str, tensor: torch.Tensor) -> None:
+        begin = self._rows[-1].end if self._rows else 0
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        try:
+            view = memoryview(flat.data)
+            while view:
+                view = view[self._spool.write(view[: 1 << 30]) :]
+        except OSError as error:
+            raise _output_error(self.path, error, kept=self.resume) from error
+        self._rows.append(_Row(name, _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), begin, begin + flat.nbytes))
 
     def _flush(self) -> None:
-        if not self._pending:
+        """End the shard: its tensors in the safetensors library's order, then what an attempt to resume needs."""
+        if not self._rows:
             return
         name = f"shard-{len(self._shards):05d}.safetensors"
         temporary = self._build / f".{name}"
+        rows = sorted(self._rows, key=lambda r: (-_DTYPE_ORDER[r.dtype], r.name))
         try:
-            save_file(self._pending, temporary, metadata={"format": "pt"})
-            with temporary.open("rb") as stream:
+            with temporary.open("wb") as stream:
+                stream.write(_header(rows))
+                for row in rows:
+                    for begin in range(row.begin, row.end, _COPY_BYTES):
+                        stream.write(os.pread(self._spool.fileno(), min(_COPY_BYTES, row.end - begin), begin))
+                stream.flush()
                 os.fsync(stream.fileno())
             temporary.rename(self._build / name)
-        except (OSError, SafetensorError) as error:
-            raise _output_error(self.path, error) from error
-        self._shards.append((name, list(self._pending)))
-        self._pending, self._pending_bytes = {}, 0
+            self._spool.truncate(0)
+            self._spool.seek(0)
+        except OSError as error:
+            raise _output_error(self.path, error, kept=self.resume) from error
+        size = sum(r.end - r.begin for r in rows)
+        names = [r.name for r in rows]
+        entry = {"bytes": size, "names": names, "notes": self._notes}
+        self.write_text(f"{name}.json", json.dumps(entry))  # one cut short is no JSON: its shard is made again
+        self._shards.append((name, names))
+        self._rows, self._notes = [], []
+
+    def _take_over(self) -> None:
+        """Count the finished shards of an earlier attempt as written; whatever else it left is removed."""
+        for name, entry in _finished_shards(self._build):
+            self._shards.append((name, entry["names"]))
+            self._names.update(entry["names"])
+            self._total_bytes += entry["bytes"]
+            self.finished += entry["notes"]
+        kept = {name + end for name, _ in self._shards for end in ("", ".json")}
+        for path in self._build.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.name not in kept:
+                path.unlink()
 
     def _finish(self) -> None:
         self._flush()
+        self._spool.close()
         total = len(self._shards)
         weight_map = {}
         for number, (name, tensors) in enumerate(self._shards, start=1):
@@ -145,18 +235,11 @@ class CheckpointWriter:
         if total > 1:
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
             self.write_json(INDEX_NAME, index)
-        self._honour_umask()
+        for name, _ in self._shards:
+            (self._build / f"{name}.json").unlink()
+        for name in (_KEY_FILE, _SPOOL):
+            (self._build / name).unlink()
         self._replace()
-
-    def _honour_umask(self) -> None:
-        """Give every file the mode that a plain `open` gives; the safetensors library makes its files 0600."""
-        probe = self._build / ".mode"
-        probe.touch()
-        mode = probe.stat().st_mode & 0o777
-        probe.unlink()
-        for path in self._build.rglob("*"):
-            if path.is_file():
-                path.chmod(mode)
 
     def _replace(self) -> None:
         if not self.path.exists():
@@ -172,6 +255,17 @@ class CheckpointWriter:
                 raise
         finally:
             shutil.rmtree(old, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A tensor in the spool; begin, end: its bytes there."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
 
 
 def check_destination(path: Path, *, overwrite: bool) -> None:
@@ -191,18 +285,87 @@ def check_destination(path: Path, *, overwrite: bool) -> None:
         )
 
 
-def clear_leftovers(path: Path) -> None:
+def clear_leftovers(path: Path, *, unfinished: bool = True) -> None:
     """Remove what killed processes of this machine left beside `path`; a checkpoint moved aside and not yet replaced
-    goes back to its place."""
-    pattern = re.compile(re.escape(f".{path.name}.") + rf"(new|old)-{_host()}-(\d+)-[0-9a-f]{{8}}")
-    with contextlib.suppress(OSError):
-        for sibling in sorted(path.parent.iterdir()):
-            match = pattern.fullmatch(sibling.name)
-            if match is None or sibling.is_symlink() or not sibling.is_dir() or _is_alive(int(match[2])):
-                continue
-            if match[1] == "old" and (sibling / "previous").is_dir() and not path.exists():
+    goes back to its place. unfinished=False leaves what can be resumed."""
+    for kind, sibling in _leftovers(path):
+        if kind == "old" and (sibling / "previous").is_dir() and not path.exists():
+            with contextlib.suppress(OSError):
                 (sibling / "previous").rename(path)
+        if kind == "old" or unfinished:
             shutil.rmtree(sibling, ignore_errors=True)
+
+
+def _leftovers(path: Path) -> Iterator[tuple[str, Path]]:
+    """Kind ("new", "old") and folder of what dead processes of this machine left beside `path`."""
+    pattern = re.compile(re.escape(f".{path.name}.") + rf"(new|old)-{_host()}-(\d+)-[0-9a-f]{{8}}")
+    try:
+        siblings = sorted(path.parent.iterdir())
+    except OSError:
+        return
+    for sibling in siblings:
+        match = pattern.fullmatch(sibling.name)
+        if match and not sibling.is_symlink() and sibling.is_dir() and not _is_alive(int(match[2])):
+            yield match[1], sibling
+
+
+def _find_unfinished(path: Path, key: str) -> Path | None:
+    """The unfinished folder of an earlier attempt under `key`, the one with the most shards; the others are removed.
+
+    Raises CheckpointError when every attempt with finished shards was under another key.
+    """
+    found = [sibling for kind, sibling in _leftovers(path) if kind == "new"]
+    counts = {sibling: sum(1 for _ in _finished_shards(sibling)) for sibling in found}
+    same = [sibling for sibling in found if _read_json(sibling / _KEY_FILE).get("key") == key]
+    if not same and any(counts.values()):
+        raise CheckpointError(
+            f"the unfinished conversion to {path} was made from another source or by another recipe",
+            fix="repeat the command that began it, or leave --resume out to start anew",
+        )
+    best = max(same, key=lambda sibling: counts[sibling], default=None)
+    for sibling in found:
+        if sibling != best:
+            shutil.rmtree(sibling, ignore_errors=True)
+    return best
+
+
+def _finished_shards(build: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and journal entry of every whole shard, in order; one that has its final name already gets the old back."""
+    number = 0
+    while True:
+        name = f"shard-{number:05d}.safetensors"
+        entry = _read_json(build / f"{name}.json")
+        finals = [*build.glob(f"model-{number + 1:05d}-of-*.safetensors")]
+        finals += [build / "model.safetensors"] if number == 0 else []
+        for final in finals:
+            if final.is_file() and not (build / name).exists():
+                final.rename(build / name)
+        if not {"bytes", "names", "notes"} <= set(entry) or not (build / name).is_file():
+            return
+        yield name, entry
+        number += 1
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; {} for a file that is missing or no whole one."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _header(rows: list[_Row]) -> bytes:
+    """A safetensors header for rows in file order, padded to 8 bytes: the same bytes as the library's."""
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for row in rows:
+        size = row.end - row.begin
+        table[row.name] = {"dtype": row.dtype, "shape": row.shape, "data_offsets": [position, position + size]}
+        position += size
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _make_sibling(path: Path, kind: str) -> Path:
@@ -229,17 +392,13 @@ def _is_checkpoint(path: Path) -> bool:
     return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
 
 
-def _output_error(path: Path, error: Exception) -> OutputError:
-    reason = getattr(error, "strerror", None) or str(error)
-    told = re.search(r"os error (\d+)", str(error))  # the safetensors library wraps the number into its text
-    number = getattr(error, "errno", None) or (int(told[1]) if told else 0)
-    if number in _PLACE_FAULTS:
-        fix = _PLACE_FAULTS[number]
+def _output_error(path: Path, error: OSError, *, kept: bool = False) -> OutputError:
+    reason = error.strerror or str(error)
+    if error.errno in _PLACE_FAULTS:
+        fix = _PLACE_FAULTS[error.errno]
     else:
         fix = "free space or choose another output folder"
         with contextlib.suppress(OSError):
             reason += f" ({shutil.disk_usage(path.parent).free / 2**20:.0f} MiB free)"
-    return OutputError(
-        f"could not write the checkpoint {path}: {reason}; nothing was left behind",
-        fix=fix,
-    )
+    left = "finished shards are kept for --resume" if kept else "nothing was left behind"
+    return OutputError(f"could not write the checkpoint {path}: {reason}; {left}", fix=fix)

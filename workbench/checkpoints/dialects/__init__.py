@@ -5,12 +5,31 @@ from __future__ import annotations
 from workbench.errors import CheckpointError
 
 from ..files import Folder, Problem
+from .awq import Awq
 from .base import Declaration, Dialect, Located, Written, find_config_block
+from .compressed_tensors import CompressedTensors
+from .deepseek_fp8 import DeepSeekFp8
+from .gpt_oss import GptOss
+from .gptq import Gptq
 from .modelopt import ModelOpt
 from .plain import Plain
 from .quark import Quark
+from .torchao import TorchAo
 
-DIALECTS: dict[str, Dialect] = {d.name: d for d in (ModelOpt(), Quark(), Plain())}
+DIALECTS: dict[str, Dialect] = {
+    d.name: d
+    for d in (
+        ModelOpt(),
+        CompressedTensors(),
+        GptOss(),
+        Quark(),
+        DeepSeekFp8(),
+        Gptq(),
+        Awq(),
+        TorchAo(),
+        Plain(),
+    )
+}
 
 __all__ = ["DIALECTS", "Declaration", "Dialect", "Located", "Written", "choose_dialect", "get_dialect"]
 

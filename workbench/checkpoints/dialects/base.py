@@ -62,6 +62,10 @@ class Declaration:
     activations: str = ""
     kv_cache: str = ""
     conflicts: tuple[str, ...] = ()
+    _patterns: tuple[str, ...] = field(default=(), init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_patterns", tuple(p for p in self.modules if not is_plain_name(p)))
 
     def expects_quantized(self, module: str) -> bool:
         """Whether the config says that the linear layer `module` is quantized."""
@@ -83,8 +87,7 @@ class Declaration:
             if name in self.modules:
                 return self.modules[name]
             name = name.rpartition(".")[0]
-        patterns = (p for p in self.modules if not is_plain_name(p))
-        return next((self.modules[p] for p in patterns if matches(module, p)), None)
+        return next((self.modules[p] for p in self._patterns if matches(module, p)), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,8 @@
-"""Plain checkpoints: BF16, F16 or F32 tensors under their own names, no quantization block."""
+"""Plain checkpoints: BF16, F16 or F32 tensors under their own names, no quantization block.
+
+Experts that are fused into 3-D stacks are handed out one by one (`stacks.py`); fused 2-D matrices of a dense layer
+(`gate_up_proj`, `qkv_proj`) stay the one matrix that servers keep them as.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,8 @@ from workbench.formats import QuantizedTensor
 
 from ..files import Folder, Problem
 from .base import Declaration, Dialect, Load, Located, Written, find_config_block, without_config_block
-from .fp4 import locate_plain
+from .dense import locate_plain
+from .stacks import read_plain, split_expert_stacks
 
 _TORCH_DTYPE = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 
@@ -35,10 +40,10 @@ class Plain(Dialect):
 
     def locate(self, folder: Folder, problems: list[Problem]) -> list[Located]:
         located = (locate_plain(info, problems) for info in folder.tensors.values())
-        return [entry for entry in located if entry is not None]
+        return split_expert_stacks(folder, (entry for entry in located if entry is not None), problems)
 
     def assemble(self, located: Located, load: Load) -> torch.Tensor:
-        return load(located.parts["values"])
+        return read_plain(located, load)
 
     def disassemble(self, name: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
         raise CheckpointError(
