@@ -14,9 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tiny_models import make_deepseek, make_prompts, make_qwen
-
-EXCLUDED = "model.layers.1.mlp.shared_experts"
+from tiny_models import EXCLUDED, make_deepseek, make_prompts, make_qwen
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,9 @@
-"""Runs a list of engine jobs in one process (vLLM in process) and saves what the tests compare.
+"""Runs a list of engine jobs (vLLM in process) and saves what the tests compare.
 
     python engine_jobs.py jobs.json results.pt
+
+vLLM is imported once; each job then runs in a fork of its own, as a server does: vLLM 0.32's CPU worker cannot start in
+a process in which Numba was used before.
 
 A job: {"key", "settings" (PluginSettings as a dict), "dtype", "prompts", "new_tokens", "activations" (file or "")}.
 """
@@ -9,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import json
+import multiprocessing
 import os
 import sys
 
@@ -18,73 +22,77 @@ import torch
 
 
 def main(jobs_path: str, results_path: str) -> None:
+    import vllm  # noqa: F401 - once, for all forks
+
     results = {}
     with open(jobs_path) as stream:
         jobs = json.load(stream)
     for job in jobs:
-        try:
-            results[job["key"]] = run_job(job)
-        except Exception as error:  # a job that must fail is a test too
-            results[job["key"]] = {"error": f"{type(error).__name__}: {error}", "fix": getattr(error, "fix", "")}
+        path = f"{results_path}.{job['key']}"
+        child = multiprocessing.get_context("fork").Process(target=run_and_save, args=(job, path))
+        child.start()
+        child.join()
+        results[job["key"]] = torch.load(path, weights_only=False)
     torch.save(results, results_path)
+
+
+def run_and_save(job: dict, path: str) -> None:
+    try:
+        result = run_job(job)
+    except Exception as error:  # a job that must fail is a test too
+        result = {"error": f"{type(error).__name__}: {error}", "fix": getattr(error, "fix", "")}
+    torch.save(result, path)
 
 
 def run_job(job: dict) -> dict:
     from vllm import LLM, SamplingParams
-    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     from workbench.serving import command
     from workbench.serving.vllm_plugin.settings import PluginSettings
 
     settings = PluginSettings.from_dict(job["settings"])
     exact_mla = command.uses_mla(settings.checkpoint) and job["dtype"] != "bfloat16"
-    llm = None
-    try:
-        llm = LLM(
-            model=settings.checkpoint,
-            skip_tokenizer_init=True,
-            dtype=job["dtype"],
-            load_format="workbench",
-            model_loader_extra_config=settings.to_dict(),
-            hf_overrides=command.hf_overrides(settings),
-            enforce_eager=True,
-            enable_prefix_caching=False,
-            max_model_len=512,
-            max_num_seqs=8,
-            kv_cache_memory_bytes=64 << 20,
-            attention_backend="CPU_MLA" if exact_mla else None,
-        )
-        facts = llm.apply_model(describe_memory)[0]
-        recorder = llm.llm_engine.vllm_config.quant_config.recorder if job.get("activations") else None
-        if recorder is not None:
-            recorder.enabled, recorder.limit = True, 4096
-        new_tokens = job.get("new_tokens", 1)
-        sampling = SamplingParams(
-            max_tokens=new_tokens, temperature=0, prompt_logprobs=1, logprobs=1, ignore_eos=True, detokenize=False
-        )
-        outputs = llm.generate([{"prompt_token_ids": p} for p in job["prompts"]], sampling, use_tqdm=False)
-        after = llm.apply_model(describe_memory)[0]
-        if recorder is not None:
-            from pathlib import Path
+    llm = LLM(
+        model=settings.checkpoint,
+        skip_tokenizer_init=True,
+        dtype=job["dtype"],
+        load_format="workbench",
+        model_loader_extra_config=settings.to_dict(),
+        hf_overrides=command.hf_overrides(settings),
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        max_model_len=512,
+        max_num_seqs=8,
+        kv_cache_memory_bytes=64 << 20,
+        attention_backend="CPU_MLA" if exact_mla else None,
+    )
+    facts = llm.apply_model(describe_memory)[0]
+    recorder = llm.llm_engine.vllm_config.quant_config.recorder if job.get("activations") else None
+    if recorder is not None:
+        recorder.enabled, recorder.limit = True, 4096
+    new_tokens = job.get("new_tokens", 1)
+    sampling = SamplingParams(
+        max_tokens=new_tokens, temperature=0, prompt_logprobs=1, logprobs=1, ignore_eos=True, detokenize=False
+    )
+    outputs = llm.generate([{"prompt_token_ids": p} for p in job["prompts"]], sampling, use_tqdm=False)
+    after = llm.apply_model(describe_memory)[0]
+    if recorder is not None:
+        from pathlib import Path
 
-            config = llm.llm_engine.vllm_config.quant_config
-            recorder.write(Path(job["activations"]), expected=list(config.capturable), metadata={})
-        prompt, generated = [], []
-        for output in outputs:
-            for token, entry in list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))[1:]:
-                prompt.append(entry[token].logprob)
-            for token, entry in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True):
-                generated.append((token, entry[token].logprob))
-        return {
-            "prompt": torch.tensor(prompt, dtype=torch.float64),
-            "generated": generated,
-            "before": facts,
-            "after": after,
-        }
-    finally:
-        del llm
-        gc.collect()
-        cleanup_dist_env_and_memory()
+        config = llm.llm_engine.vllm_config.quant_config
+        recorder.write(Path(job["activations"]), expected=list(config.capturable), metadata={})
+    prompt, generated = [], []
+    for output in outputs:
+        for token, entry in list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))[1:]:
+            prompt.append(entry[token].logprob)
+        for token, entry in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True):
+            generated.append((token, entry[token].logprob))
+    return {
+        "prompt": torch.tensor(prompt, dtype=torch.float64),
+        "generated": generated,
+        "before": facts,
+        "after": after,
+    }
 
 
 def describe_memory(model) -> dict:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import EXCLUDED
 from oracle import prompt_logprobs
+from tiny_models import EXCLUDED
 from workbench.kernels import reference
 
 from workbench.checkpoints import open_checkpoint

@@ -29,7 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workbench.errors import CheckpointError
+from workbench.errors import CheckpointError, FormatError
 from workbench.formats import QuantizedTensor, get_format, quantize
 from workbench.formats.activations import Activations, read_activations
 from workbench.records import SCHEMA_VERSION, GemmRecord
@@ -143,8 +143,8 @@ def _measure_layer(
     for arm in arms:
         stored = checkpoints.open(arm.checkpoint).read(entry.name)
         tensor = _arm_weights(stored, arm, entry.name)
-        w_hat = tensor.dequantize()
-        activation_format = tensor.format if arm.activation_format == "same" else arm.activation_format
+        w_hat = tensor.effective()
+        activation_format = _same(tensor.format) if arm.activation_format == "same" else arm.activation_format
         input_scale = tensor.input_scale if captured is not None else None
         how = (activation_format, arm.activation_rule, None if input_scale is None else float(input_scale))
         if how not in rounded:
@@ -180,17 +180,25 @@ def _measure_layer(
 
 def _arm_weights(stored: QuantizedTensor | Tensor, arm: GemmArm, name: str) -> QuantizedTensor:
     if arm.requant_format is not None:
-        dense = stored.dequantize() if isinstance(stored, QuantizedTensor) else stored.float()
+        dense = stored.effective() if isinstance(stored, QuantizedTensor) else stored.float()
         return quantize(dense, arm.requant_format, arm.requant_rule, name=name)
     assert isinstance(stored, QuantizedTensor)  # _matrices_of chose it
     return stored
+
+
+def _same(format: str) -> str:
+    """The format that activations are rounded through beside weights of `format`: itself, or "" for one that only
+    weights have (INT4)."""
+    return format if get_format(format).qdq_activation is not None else ""
 
 
 def _round_activations(x: Tensor, format: str, rule: str | None, input_scale: Tensor | None) -> Tensor:
     if not format or not len(x):
         return x
     spec = get_format(format)
-    return spec.qdq_activation(x, spec.rule(rule), input_scale if spec.has_global else None)
+    if spec.qdq_activation is None:
+        raise FormatError(f"{format} rounds no activations", fix="choose an activation format, e.g. nvfp4 or mxfp4")
+    return spec.qdq_activation(x, spec.rule(rule), input_scale)
 
 
 def _rows_for(

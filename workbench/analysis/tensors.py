@@ -144,9 +144,9 @@ def _measure_tensor(
     rows, extra = [], {}
     for pair in pairs:
         first = _read_quantized(checkpoints.open(pair.first), name) if pair.first is not None else None
-        a = first.dequantize() if isinstance(first, QuantizedTensor) else first
+        a = first.effective() if isinstance(first, QuantizedTensor) else first
         second = _make_second(pair, w if a is None else a, name, checkpoints)
-        b = second.dequantize() if isinstance(second, QuantizedTensor) else second
+        b = second.effective() if isinstance(second, QuantizedTensor) else second
         d = (
             checkpoints.open(pair.direct).read_dense(name)
             if pair.direct is not None

@@ -26,8 +26,10 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.config.load import LoadConfig
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.platforms import current_platform
 
-from workbench.errors import ConfigError
+from workbench.errors import ConfigError, FormatError
+from workbench.kernels import cpu
 
 from .settings import ModulePlan, PluginSettings, plan_modules
 
@@ -62,6 +64,8 @@ class WorkbenchModelLoader(DefaultModelLoader):
         if quant_config is not None and quant_config.get_name() == "workbench":
             self._config = quant_config
         model = super().load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+        if self._config is not None and self._config.taken and current_platform.is_cpu():
+            cpu.prepare(model_config.dtype)  # compiled now, not while the first request waits
         if self.settings.audit:
             write_audit(
                 Path(self.settings.audit),
@@ -119,16 +123,22 @@ def dense_tensor(
 ) -> Tensor:
     """A tensor as vLLM's unquantized layers take it: decoded exactly in float32, then cast once to `dtype`."""
     if plan is not None:
-        return convert_tensor(name, stored, plan, settings).dequantize(dtype)
-    return stored if isinstance(stored, Tensor) else stored.dequantize(dtype)
+        return convert_tensor(name, stored, plan, settings).effective(dtype)
+    return stored if isinstance(stored, Tensor) else stored.effective(dtype)
 
 
 def convert_tensor(name: str, stored: Any, plan: ModulePlan, settings: PluginSettings) -> Any:
-    """`stored` in the plan's format: itself, or quantize(dequantize(stored)) in float32 (requant)."""
+    """`stored` in the plan's format: itself, or quantize(effective(stored)) in float32 (requant)."""
     from workbench.formats import quantize
 
     if not isinstance(stored, Tensor):
-        if settings.backend != "requant" or (plan.stored == plan.weight and not settings.rule):
+        as_stored = settings.backend != "requant" or (plan.stored == plan.weight and not settings.rule)
+        if as_stored and stored.pre_quant_scale is not None:
+            raise FormatError(
+                f"{name} has a scale of the layer's input (AWQ), which packed layers do not apply",
+                fix="use backend=reference, or requant with a scale rule, which folds it into the weight",
+            )
+        if as_stored:
             return stored
-        stored = stored.dequantize(torch.float32)
+        stored = stored.effective(torch.float32)
     return quantize(stored.float(), plan.weight, settings.rule or None, name=name)

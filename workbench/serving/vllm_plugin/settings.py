@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from workbench.checkpoints import Checkpoint
 
 BACKENDS = ("reference", "emulation", "requant")
+PACKED_FORMATS = ("nvfp4", "mxfp4")  # what the packed layers hold and decode at GEMM time
 ACTIVATIONS = ("auto", "none")
 
 
@@ -81,20 +82,34 @@ class ModulePlan:
 def plan_modules(checkpoint: Checkpoint, settings: PluginSettings) -> dict[str, ModulePlan]:
     """Plans of all modules that run quantized, by checkpoint module name.
 
-    emulation: what the checkpoint quantizes. requant: the same, converted; of an unquantized checkpoint, every linear
-    layer inside a decoder layer except routers. In both, what `exclude` covers runs unquantized. reference: nothing.
-    Raises ConfigError when nothing is left to run quantized, FormatError for an unknown format or rule.
+    emulation: what the checkpoint holds in PACKED_FORMATS; a module in another format (FP8 beside NVFP4) is decoded as
+    it loads. requant: what is quantized, converted, but in a checkpoint of mixed precision only the four-bit modules,
+    as published pipelines do; of an unquantized checkpoint, every linear layer inside a decoder layer except routers.
+    In both, what `exclude` covers runs unquantized. reference: nothing. Raises ConfigError when nothing is left to run
+    quantized, FormatError for an unknown format or rule.
     """
     from workbench.checkpoints.match import matches_any
     from workbench.checkpoints.selection import linear_weights
     from workbench.formats import get_format
+    from workbench.kernels.elements import ELEMENTS
 
     if settings.backend == "reference":
         return {}
     if settings.format:
+        _choose("format", settings.format, PACKED_FORMATS)
         get_format(settings.format).rule(settings.rule or None)
     candidates = [e for e in checkpoint.entries() if e.quantized and e.projection]
     any_quantized = bool(candidates)
+    stored = sorted({e.format for e in candidates})
+    if settings.backend == "emulation":
+        candidates = [e for e in candidates if e.format in PACKED_FORMATS]
+    elif four_bit := [e for e in candidates if ELEMENTS[get_format(e.format).element].bits == 4]:
+        candidates = four_bit
+    if any_quantized and not candidates:
+        raise ConfigError(
+            f"{settings.checkpoint} is quantized as {', '.join(stored)}; emulation runs {' and '.join(PACKED_FORMATS)}",
+            fix="use backend=reference, which decodes it, or requant with format=mxfp4 or nvfp4",
+        )
     if settings.backend == "requant" and not any_quantized:
         candidates = linear_weights(checkpoint)
     plans: dict[str, ModulePlan] = {}
