@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from workbench.checkpoints import open_checkpoint
+from workbench.checkpoints.convert import quantize_checkpoint
 from workbench.checkpoints.dialects import DIALECTS
 from workbench.checkpoints.files import Folder
 from workbench.errors import CheckpointError
@@ -188,3 +189,14 @@ def test_a_group_that_does_not_exist_is_refused_when_read(tmp_path, group):
 def test_gptq_is_not_written():
     with pytest.raises(CheckpointError, match="read, not written"):
         DIALECTS["gptq"].config_files({}, None)
+
+
+def test_copied_zero_points_are_declared(tmp_path):
+    """Carried to compressed-tensors unchanged: a config that called them symmetric would lose the zero points."""
+    source = write(tmp_path / "m", golden("gptq_v2"), **CASES["gptq_v2"])
+    done = quantize_checkpoint(source, tmp_path / "out", format="int4_group", dialect="compressed_tensors")
+    assert done.copied == (MODULE + ".weight",)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["config_groups"]["group_0"]["weights"]["symmetric"] is False
+    with open_checkpoint(tmp_path / "out") as written:
+        assert torch.equal(written.read_dense(MODULE + ".weight"), read(source).dequantize())

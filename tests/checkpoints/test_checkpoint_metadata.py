@@ -217,6 +217,7 @@ PLANS = {
             KIMI + "mlp.experts.7.gate_proj": "int4_group",
             KIMI + "mlp.shared_experts.up_proj": "",
             "language_model.model.layers.0.mlp.gate_proj": "",
+            "language_model.lm_head": "",
             "vision_tower.encoder.blocks.0.wqkv": "",
             "mm_projector.proj.0": "",
         },

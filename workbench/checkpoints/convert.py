@@ -303,6 +303,7 @@ class _Conversion:
             patterns=self.patterns,
             rules={f: get_format(f).rule(s.rule).value for f, s in chosen.items()},
             blocks=blocks,
+            zero_points=frozenset(o.format for o in outcomes if o.zero_points),
             static_activations=static,
             weight_only=self.transform.weight_only,
             dtype=self._dense_format(),

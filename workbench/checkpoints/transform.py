@@ -51,8 +51,8 @@ class Outcome:
 
     kind: its projection, for statistics. power, error: sums of w^2 and of (w - stored)^2 in float64, of a quantized
     tensor; changed: how many of its values differ. cast: carried from mxfp4 to nvfp4 instead of rounded. block: (rows,
-    columns) where the format leaves them open. input_scale: whether one is stored. fault: what was wrong with a source
-    that was decoded all the same.
+    columns) where the format leaves them open. input_scale, zero_points: whether they are stored. fault: what was wrong
+    with a source that was decoded all the same.
     """
 
     name: str
@@ -65,6 +65,7 @@ class Outcome:
     cast: bool = False
     block: tuple[int, int] | None = None
     input_scale: bool = False
+    zero_points: bool = False
     fault: str = ""
 
 
@@ -155,6 +156,7 @@ class Transform:
             cast=cast is not None,
             block=q.block,
             input_scale=q.input_scale is not None,
+            zero_points=q.zero_points is not None,
         )
         return q, outcome
 

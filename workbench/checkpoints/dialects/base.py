@@ -98,6 +98,7 @@ class Written:
     excludes: unquantized linear modules (plain names; a layer's experts by their container when all of them are).
     patterns: the user's own exclude patterns.
     rules: format -> scale rule used. blocks: format -> (rows, columns), where the format leaves them VARIABLE.
+    zero_points: formats whose tensors have them.
     static_activations: whether `input_scale` is stored. weight_only: activations stay unquantized.
     dtype: of what stays dense ("bf16", "f32").
     """
@@ -107,6 +108,7 @@ class Written:
     patterns: tuple[str, ...] = ()
     rules: Mapping[str, str] = field(default_factory=dict)
     blocks: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    zero_points: frozenset[str] = frozenset()
     static_activations: bool = False
     weight_only: bool = False
     dtype: str = "bf16"

@@ -64,7 +64,8 @@ class Scheme:
 class Plan:
     """A parsed config block. packing: the producer's word at the top. targets: target -> scheme, the most specific
     first. patterns: those of the targets that are regexes, compiled. ignored_names, ignored_patterns: `ignore`, split
-    (there can be tens of thousands of names). kv_cache: "" or a word like "FP8". conflicts: see `Declaration`."""
+    (there can be tens of thousands of names). prefix: of the language model's modules, where the block stands in
+    text_config and names them without it. kv_cache: "" or a word like "FP8". conflicts: see `Declaration`."""
 
     where: str
     packing: str
@@ -73,6 +74,7 @@ class Plan:
     ignore: tuple[str, ...]
     ignored_names: frozenset[str]
     ignored_patterns: tuple[re.Pattern[str], ...]
+    prefix: str = ""
     kv_cache: str = ""
     conflicts: tuple[str, ...] = ()
 
@@ -80,16 +82,18 @@ class Plan:
         """The scheme of a linear layer or embedding; None where it has none, or is ignored."""
         if self.is_ignored(module):
             return None
+        module = module.removeprefix(self.prefix)
         if module in self.targets:
             return self.targets[module]
         target = next((t for t, pattern in self.patterns.items() if pattern.match(module)), _class_of(module))
         return self.targets.get(target)
 
     def is_ignored(self, module: str) -> bool:
+        names = {module, module.removeprefix(self.prefix)}
         return (
-            module in self.ignored_names
+            not names.isdisjoint(self.ignored_names)
             or _class_of(module) in self.ignored_names
-            or any(pattern.match(module) for pattern in self.ignored_patterns)
+            or any(pattern.match(name) for pattern in self.ignored_patterns for name in names)
         )
 
 
@@ -147,6 +151,7 @@ def read_plan(folder: Folder) -> Plan | None:
         ignore=ignore,
         ignored_names=frozenset(i for i in ignore if not i.startswith(_REGEX)),
         ignored_patterns=tuple(_compile(i, f"{where}.ignore") for i in ignore if i.startswith(_REGEX)),
+        prefix="language_model." if _stands_in_text_config(folder) else "",
         kv_cache=_read_kv_cache(block.get("kv_cache_scheme"), f"{where}.kv_cache_scheme"),
         conflicts=tuple(conflicts),
     )
@@ -307,9 +312,13 @@ def _read_kv_cache(scheme: Any, where: str) -> str:
 
 def _other_towers(folder: Folder) -> tuple[str, ...]:
     """What lies outside the language model, as regexes, where the block stands in text_config."""
-    if any(folder.config.get(key) is not None for key in ("quantization_config", "compression_config")):
+    if not _stands_in_text_config(folder):
         return ()
     return tuple(f"{_REGEX}{re.escape(p)}\\." for p in sorted(set(_tower_prefixes(folder))))
+
+
+def _stands_in_text_config(folder: Folder) -> bool:
+    return all(folder.config.get(key) is None for key in ("quantization_config", "compression_config"))
 
 
 def _tower_prefixes(folder: Folder) -> Iterator[str]:

@@ -202,7 +202,7 @@ def _weight_args(format: str, written: Written) -> dict[str, Any]:
     number, bits = ("int", 4 if format == "int4_group" else 8) if format.startswith("int") else _float_bits(format)
     strategy = _strategy(format, written)
     args = _args(number, bits, strategy, observer="memoryless_minmax", scale_dtype=_scale_dtype(format))
-    asymmetric = written.rules.get(format) in ASYMMETRIC_RULES
+    asymmetric = format in written.zero_points or written.rules.get(format) in ASYMMETRIC_RULES
     return {**args, "symmetric": False, "zp_dtype": "torch.int8"} if asymmetric else args
 
 
