@@ -128,7 +128,7 @@ def test_an_unknown_override(tmp_path: Path) -> None:
         ("engine.dtype=", "engine.dtype"),
         ("+arms.nvfp4.kv_cache_dtype=foo", "arms.nvfp4: kv_cache_dtype='foo'"),
         ("model.checkpoints.nvfp4.make.format=int3", "int3"),
-        ("model.checkpoints.nvfp4.make.dialect=quark", "quark"),
+        ("model.checkpoints.nvfp4.make.dialect=gpt_oss", "gpt_oss"),
         ("+model.checkpoints.mxfp4.make.shared_globals=false", "no global scales"),
         ("arms.nvfp4_to_mxfp4.format.rule=odd", "arms.nvfp4_to_mxfp4: mxfp4 has no scale rule 'odd'"),
     ],
