@@ -130,6 +130,7 @@ def test_an_unknown_override(tmp_path: Path) -> None:
         ("model.checkpoints.nvfp4.make.format=int3", "int3"),
         ("model.checkpoints.nvfp4.make.dialect=gpt_oss", "gpt_oss"),
         ("+model.checkpoints.mxfp4.make.shared_globals=false", "no global scales"),
+        ("+model.checkpoints.nvfp4.make.rules=[{match: '*experts*', format: int3}]", "int3"),
         ("arms.nvfp4_to_mxfp4.format.rule=odd", "arms.nvfp4_to_mxfp4: mxfp4 has no scale rule 'odd'"),
     ],
 )

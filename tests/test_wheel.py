@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from workbench.checkpoints import open_checkpoint
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -85,8 +87,13 @@ def test_the_wheel_quantizes_lints_and_judges_in_another_folder(site: Path, tmp_
     """The demo's stages that need no engine, from the installed wheel."""
     overrides = ["experiment=kimi_requant", "stages=[prepare,lint,analyze,gate,report]", "analysis.capture=false"]
     overrides += ["model.checkpoints.nvfp4.make.calibrate=false", "analysis.bootstrap=20"]
+    overrides += ["+model.checkpoints.mxfp4.make.rules=[{match: '*layers.2.*', format: keep}]"]
     done = run_installed(site, tmp_path, "workbench.run", *overrides)
     assert done.stdout.startswith(str(site))
     assert done.returncode == 2, done.stdout + done.stderr  # nothing was asked, so nothing can pass
+    made = next((tmp_path / "reports" / "checkpoints").glob("mini-kimi-mxfp4-*"))
+    with open_checkpoint(made) as checkpoint:  # a recipe's rules reach the conversion
+        quantized = {entry.layer for entry in checkpoint.entries() if entry.quantized}
+    assert quantized == {1, 3, 4}
     run = next((tmp_path / "reports" / "kimi_requant").iterdir())
     assert (run / "report.html").stat().st_size > 0

@@ -62,7 +62,7 @@ def run_experiment(config: DictConfig) -> int:
 
 def _check_rooms(settings: Settings) -> None:
     """What the rooms own and check themselves, asked before a stage is run: tasks, policy, formats, recipes, engine."""
-    from workbench.checkpoints.convert import check_combination
+    from workbench.checkpoints.convert import check_request
     from workbench.evaluation.spec import check_tasks
     from workbench.formats import get_format
     from workbench.gating import read_policy
@@ -89,7 +89,13 @@ def _check_rooms(settings: Settings) -> None:
                 get_format(arm.format.name).rule(arm.format.rule)
             recipe = None if _given(arm.checkpoint) else arm.checkpoint.make
             if recipe is not None:
-                check_combination(recipe.format, recipe.dialect, recipe.rule, shared_globals=recipe.shared_globals)
+                check_request(
+                    recipe.format,
+                    recipe.dialect,
+                    recipe.rule,
+                    _rules_of(recipe),
+                    shared_globals=recipe.shared_globals,
+                )
     _engine_spec(settings.engine, settings.engine.base_url)
 
 
@@ -232,7 +238,7 @@ class _Run:
             self.say.note(f"{name}: {target} (made before by the same recipe)")
             return target
         amax = self._input_amax(recipe) if recipe.calibrate else None
-        self.say.note(f"{name}: {recipe.format} in {recipe.dialect}'s dialect from {source}")
+        self.say.note(f"{name}: {recipe.format or 'a recipe'} in {recipe.dialect}'s dialect from {source}")
         result = quantize_checkpoint(
             source,
             target,
@@ -240,6 +246,7 @@ class _Run:
             dialect=recipe.dialect,
             exclude=recipe.exclude,
             rule=recipe.rule,
+            recipe=_rules_of(recipe),
             shared_globals=recipe.shared_globals,
             input_amax=amax,
             progress=self.say.counter("tensors"),
@@ -468,6 +475,13 @@ def _task_specs(settings: Settings) -> tuple[TaskSpec, ...]:
     from workbench.evaluation.spec import task_spec
 
     return tuple(task_spec({"name": name, **task}) for name, task in settings.eval.items())
+
+
+def _rules_of(recipe: Recipe) -> Any:
+    """The rules of `make.rules` as conversion takes them; None where there are none."""
+    from workbench.checkpoints.recipe import read_recipe
+
+    return read_recipe([dataclasses.asdict(rule) for rule in recipe.rules]) if recipe.rules else None
 
 
 def _given(checkpoint: CheckpointSettings) -> bool:

@@ -104,7 +104,7 @@ def quantize_checkpoint(
     left behind then.
     """
     exclude, include = tuple(exclude), tuple(include)
-    writer_dialect = _check_request(format, dialect, rule, recipe, shared_globals=shared_globals)
+    writer_dialect = check_request(format, dialect, rule, recipe, shared_globals=shared_globals)
     target = resolve_path(Path(dst))
     check_path(target)
     if (exclude or include) and format in DENSE_FORMATS and recipe is None:
@@ -181,9 +181,10 @@ def check_combination(format: str, dialect: str, rule: str | None, *, shared_glo
     return chosen
 
 
-def _check_request(
+def check_request(
     format: str | None, dialect: str, rule: str | None, recipe: Recipe | None, *, shared_globals: bool
 ) -> Dialect:
+    """The dialect that writes what a format and a recipe ask for. Raises ConfigError or FormatError."""
     if recipe is None and format is not None:
         return check_combination(format, dialect, rule, shared_globals=shared_globals)
     return get_dialect(dialect)
