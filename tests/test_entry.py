@@ -105,6 +105,7 @@ def test_a_signal_exits_3(number: signal.Signals, tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         cwd=tmp_path,
         env={**os.environ, "HYDRA_FULL_ERROR": "0"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a test run in the background ignores it
     )
     assert process.stdout is not None
     assert process.stdout.readline() == b"started\n"
