@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from omegaconf import DictConfig
+from workbench.mini_models import model_path
 
 from workbench import cli, experiment, run
 from workbench.errors import CheckpointError
@@ -163,3 +164,58 @@ def test_a_policy_that_cannot_be_read_is_named(
     printed = capsys.readouterr().err
     assert "policy.yaml" in printed
     assert "Traceback" not in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["lint", "{model}", "--json", "{model}/config.json"], "lies within the checkpoint"),
+        (["lint", "{model}", "--json", "/dev/full"], "no regular file"),
+        (["lint", "{model}", "--tensor-parallel", "0"], "tensor-parallel size 0"),
+        (
+            [
+                "quantize",
+                "{model}",
+                "out",
+                "--format",
+                "fp8_block",
+                "--dialect",
+                "plain",
+                "--block",
+                "99999999999999999999x1",
+            ],
+            "at most",
+        ),
+        (["bench", "kernels", "--rows", "9" * 20], "cannot be measured"),
+        (["compare", "{folder}/nowhere"], "there is no folder"),
+        (["gate", "{folder}", "--gated", "nope"], "has no arm 'nope'"),
+    ],
+)
+def test_a_value_that_cannot_be_is_named_and_nothing_is_touched(
+    arguments: list[str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lint").mkdir()
+    (tmp_path / "lint" / "source.json").write_text("{}")
+    before = (model_path() / "config.json").read_bytes()
+    assert cli.main([a.format(model=model_path(), folder=tmp_path) for a in arguments]) == 3
+    message = capsys.readouterr().err
+    assert named in message
+    assert "fix:" in message
+    assert (model_path() / "config.json").read_bytes() == before
+    assert not Path("/dev/full").is_file()
+
+
+def test_a_report_to_a_full_disk_is_one_message() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-u", "-m", "workbench.cli", "lint", str(model_path())]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 3
+    assert "Traceback" not in done.stderr
+    assert "disk is full" in done.stderr
+
+
+def test_a_link_is_followed_and_stays(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    assert cli.main(["lint", str(model_path()), "--json", str(tmp_path / "link")]) == 0
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "target").stat().st_size > 0

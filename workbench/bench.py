@@ -33,6 +33,7 @@ from workbench.kernels import cpu, reference
 from workbench.kernels.tables import MXFP4_BLOCK, MXFP4_RULES, NVFP4_BLOCK
 
 RIVALS = ("reference", "compressed-tensors", "torchao")
+MOST_WEIGHTS = 1 << 32
 _LONG_ENOUGH_S = 0.1
 
 Call = Callable[[], object]
@@ -87,10 +88,10 @@ def bench_kernels(*, rows: int, columns: int, threads: int, repeats: int) -> Ker
 
     Raises ConfigError for sizes that the formats' blocks do not divide, or that are not positive.
     """
-    if min(rows, columns, threads, repeats) < 1 or columns % MXFP4_BLOCK:
+    if min(rows, columns, threads, repeats) < 1 or columns % MXFP4_BLOCK or rows * columns > MOST_WEIGHTS:
         raise ConfigError(
             f"rows {rows}, columns {columns}, threads {threads}, repeats {repeats} cannot be measured",
-            fix=f"give positive numbers, and columns that are a multiple of {MXFP4_BLOCK}",
+            fix=f"give positive numbers, columns a multiple of {MXFP4_BLOCK}, at most {MOST_WEIGHTS} weights in all",
         )
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -16,6 +16,7 @@ also for a bad flag. Imports that take time stand inside the commands.
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
 import traceback
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from workbench.errors import ConfigError, WorkbenchError
 from workbench.interrupt import Interrupted, terminable
 
 COULD_NOT_RUN = 3
+MOST_BLOCK = 1 << 30
 SHOWN_NAMES = 3  # of a lint finding's tensors; --json has all
 
 
@@ -60,7 +62,10 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.close()
     except (KeyboardInterrupt, Interrupted):
         print("interrupted", file=sys.stderr)
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:  # stdout's disk
+            print("error: the output could not be printed: its disk is full\n  fix: free space", file=sys.stderr)
+            return COULD_NOT_RUN
         traceback.print_exc()
         print("this is a bug in the workbench; the traceback above says where", file=sys.stderr)
     return COULD_NOT_RUN
@@ -73,6 +78,8 @@ def _lint(arguments: argparse.Namespace) -> int:
     from workbench import records
     from workbench.checkpoints.lint import lint_checkpoint
 
+    if arguments.json and arguments.json.resolve().is_relative_to(Path(arguments.path).resolve()):
+        raise ConfigError(f"--json {arguments.json} lies within the checkpoint", fix="write the findings elsewhere")
     report = lint_checkpoint(
         arguments.path,
         allow=tuple(arguments.allow),
@@ -272,11 +279,13 @@ def _compare(arguments: argparse.Namespace) -> int:
     from workbench import records
     from workbench.comparison import compare_arms
 
+    if not arguments.run.is_dir():
+        raise ConfigError(f"there is no folder {arguments.run}", fix="give the folder that a run printed")
     arms = sorted(path.parent.name for path in (arguments.run / "eval").glob("*/scores.json"))
     if arguments.baseline not in arms:
         raise ConfigError(
             f"{arguments.run}/eval has no evaluated arm {arguments.baseline!r}",
-            fix=f"found: {', '.join(arms) or 'none'}",
+            fix=f"evaluated arms: {', '.join(arms)}" if arms else "run `workbench evaluate … --out` into it first",
         )
     comparison = compare_arms(
         arguments.run,
@@ -300,6 +309,13 @@ def _gate(arguments: argparse.Namespace) -> int:
     for key in ("gated", "reported"):
         if getattr(arguments, key):
             policy[key] = getattr(arguments, key)
+    found = (*(arguments.run / "lint").glob("*.json"), *(f.parent for f in arguments.run.glob("eval/*/scores.json")))
+    arms = sorted({path.stem if path.suffix == ".json" else path.name for path in found})
+    named = [*arguments.gated, *arguments.reported]
+    if arms and not set(named) <= set(arms):
+        raise ConfigError(
+            f"{arguments.run} has no arm {next(n for n in named if n not in arms)!r}", fix=f"arms: {', '.join(arms)}"
+        )
     verdict = judge(arguments.run, policy)
     print(f"verdict: {verdict.status.upper()} (exit code {verdict.exit_code})\n{verdict.headline}")
     for check in verdict.checks:
@@ -389,6 +405,8 @@ def _block(text: str) -> tuple[int, int]:
     rows, _, columns = text.partition("x")
     if not (rows.isdecimal() and columns.isdecimal() and int(rows) > 0 and int(columns) > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not ROWSxCOLUMNS")
+    if max(int(rows), int(columns)) > MOST_BLOCK:
+        raise argparse.ArgumentTypeError(f"{text!r}: a block has at most {MOST_BLOCK} rows and columns")
     return int(rows), int(columns)
 
 

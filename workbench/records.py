@@ -378,6 +378,8 @@ def to_json(record: Any) -> str:
 def from_json(kind: type[T], text: str) -> T:
     """Read a record of dataclass `kind` back. Raises ValueError on another schema version or unknown keys."""
     payload = json.loads(text)
+    if not isinstance(payload, dict):
+        raise ValueError(f"it holds a {type(payload).__name__}, expected a {kind.__name__} as a JSON object")
     version = payload.pop("schema_version", None)
     if version != SCHEMA_VERSION:
         raise ValueError(f"{kind.__name__}: schema version {version}, this code reads {SCHEMA_VERSION}")
@@ -399,9 +401,15 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write `data` to a temporary name in the same folder, then rename. Raises OutputError."""
+    """Write `data` to a temporary name in the same folder, then rename. A link's target is written, not the link.
+
+    Raises OutputError, also for a path that is there and no regular file (a device, a pipe, a folder).
+    """
     temporary: str | None = None
     try:
+        path = path.resolve()
+        if path.exists() and not path.is_file():
+            raise OutputError(f"{path} is there and no regular file", fix="give another path")
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         with os.fdopen(handle, "wb") as stream:

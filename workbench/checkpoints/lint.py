@@ -91,6 +91,8 @@ def lint_checkpoint(
     unknown = [check for check in allow if check not in CHECKS]
     if unknown:
         raise ConfigError(f"lint.allow names an unknown check {unknown[0]!r}", fix=f"known: {', '.join(CHECKS)}")
+    if any(size < 1 for size in tensor_parallel):
+        raise ConfigError(f"tensor-parallel size {min(tensor_parallel)}", fix="give a number of devices, 1 or more")
     started = time.perf_counter()
     with open_checkpoint(path, strict=False) as checkpoint:
         facts = read_facts(checkpoint, all_scales=all_scales)

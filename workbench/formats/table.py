@@ -25,6 +25,7 @@ SCALE_DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "float": (torch.float32, torch.uint8),  # uint8: E8M0 bytes, where a producer keeps powers of two
 }
 VARIABLE = -1  # of a block's rows or columns: the tensor says how many
+LARGEST_BLOCK = 1 << 30
 WHOLE = 0  # of a block's rows or columns: all of them share a scale
 
 
@@ -98,7 +99,11 @@ class Format:
         own = (self.rows, self.block)
         if block is None:
             return own if VARIABLE not in own else self.default_block or own
-        wrong = [b for b, fixed in zip(block, own, strict=True) if (b < 1 if fixed == VARIABLE else b != fixed)]
+        wrong = [
+            b
+            for b, fixed in zip(block, own, strict=True)
+            if (not 1 <= b <= LARGEST_BLOCK if fixed == VARIABLE else b != fixed)
+        ]
         if wrong:
             names = {VARIABLE: "any number", WHOLE: "0 (all)"}
             rows, columns = (names.get(b, str(b)) for b in own)
