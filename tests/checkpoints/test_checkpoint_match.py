@@ -141,3 +141,22 @@ def test_published_lists_mean_what_their_own_reader_takes_them_for(shared_data):
             assert matches_any(module, tuple(excludes)) == own, (file.name, module)
             compared += 1
     assert compared > 3000
+
+
+@pytest.mark.parametrize("regex", ["(a+)+$", "(?:(?:x|y*)z)*", r"model\.(\w+\s?)*end"])
+def test_a_regex_that_can_take_exponential_time_is_refused(regex):
+    with pytest.raises(CheckpointError, match="repeats a repetition"):
+        matches("model." + "a" * 40 + "!", f"re:{regex}")
+
+
+@pytest.mark.parametrize(
+    "regex",
+    [
+        r"(.*\.)?model\.layers\.\d+\.mlp$",
+        r".*mlp\.(gate|up|gate_up|down)_proj.*",
+        r"^(?!.*(vis|mm)).*$",
+        "([a-z]{2,5})+",
+    ],
+)
+def test_regexes_as_producers_write_them_compile(regex):
+    matches("model.layers.0.mlp", f"re:{regex}")

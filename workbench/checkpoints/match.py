@@ -21,6 +21,7 @@ import fnmatch
 import functools
 import re
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from workbench.errors import CheckpointError
 
@@ -40,6 +41,7 @@ _ROOTS = (
 )
 _WILDCARD = re.compile(r"[*?\[]")
 _KEPT_MATCHERS = 32
+_MOST_REPEATS = 100  # more count as unbounded
 
 
 def matches(module: str, pattern: str) -> bool:
@@ -53,6 +55,25 @@ def matches_any(module: str, patterns: Iterable[str]) -> bool:
     Raises CheckpointError for a regex that does not compile.
     """
     return _matcher_of(patterns).covers(module)
+
+
+def compile_regex(pattern: str, where: str) -> re.Pattern[str]:
+    """Compile `re:<regex>` of a config that may be hostile. `where`: for the message.
+
+    Raises CheckpointError for one that does not compile, and for a repetition within a repetition, whose matching can
+    take exponential time.
+    """
+    fix = "write a Python regex after re:"
+    try:
+        compiled = re.compile(pattern.removeprefix("re:"))
+    except (re.error, RecursionError, OverflowError) as error:
+        raise CheckpointError(f"{where} {pattern[:80]!r} is no regular expression: {error}", fix=fix) from error
+    if _repeats_a_repeat(re._parser.parse(compiled.pattern), inside=False):  # type: ignore[attr-defined]
+        raise CheckpointError(
+            f"{where} {pattern[:80]!r} repeats a repetition, which can take exponential time",
+            fix=f"{fix}, with * and + not within one another",
+        )
+    return compiled
 
 
 def unmatched_patterns(patterns: Iterable[str], modules: Iterable[str]) -> list[str]:
@@ -154,12 +175,18 @@ def _glob_test(glob: str) -> Test:
 
 
 def _compile(pattern: str) -> Test:
-    try:
-        return re.compile(pattern[3:]).match
-    except (re.error, RecursionError, OverflowError) as error:
-        raise CheckpointError(
-            f"exclude pattern {pattern!r} is no regular expression: {error}", fix="write a Python regex after re:"
-        ) from error
+    return compile_regex(pattern, "exclude pattern").match
+
+
+def _repeats_a_repeat(items: Any, *, inside: bool) -> bool:
+    """Whether an unbounded repetition lies within another, in a parsed regex or any part of it."""
+    if isinstance(items, (tuple, list, re._parser.SubPattern)):  # type: ignore[attr-defined]
+        parts = list(items)
+        if len(parts) == 3 and isinstance(parts[0], int) and isinstance(parts[1], int):  # least, most, what
+            unbounded = parts[1] > _MOST_REPEATS
+            return (unbounded and inside) or _repeats_a_repeat(parts[2], inside=inside or unbounded)
+        return any(_repeats_a_repeat(part, inside=inside) for part in parts)
+    return False
 
 
 def _spellings(pattern: str) -> list[str]:

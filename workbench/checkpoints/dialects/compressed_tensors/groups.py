@@ -19,6 +19,7 @@ from workbench.errors import CheckpointError
 from workbench.formats.table import WHOLE
 
 from ...files import Folder
+from ...match import compile_regex
 from ...names import is_embedding
 from ..base import Declaration, find_config_block, string_list
 
@@ -147,10 +148,10 @@ def read_plan(folder: Folder) -> Plan | None:
         where=where,
         packing=packing,
         targets=targets,
-        patterns={t: _compile(t, f"{where}.config_groups") for t in targets if t.startswith(_REGEX)},
+        patterns={t: compile_regex(t, f"{where}.config_groups:") for t in targets if t.startswith(_REGEX)},
         ignore=ignore,
         ignored_names=frozenset(i for i in ignore if not i.startswith(_REGEX)),
-        ignored_patterns=tuple(_compile(i, f"{where}.ignore") for i in ignore if i.startswith(_REGEX)),
+        ignored_patterns=tuple(compile_regex(i, f"{where}.ignore:") for i in ignore if i.startswith(_REGEX)),
         prefix="language_model." if _stands_in_text_config(folder) else "",
         kv_cache=_read_kv_cache(block.get("kv_cache_scheme"), f"{where}.kv_cache_scheme"),
         conflicts=tuple(conflicts),
@@ -181,15 +182,6 @@ def _specificity(target: str) -> tuple[int, str]:
     if target.startswith(_REGEX):
         return 1, target
     return (2 if _CLASS_NAME.fullmatch(target) else 0), target
-
-
-def _compile(pattern: str, where: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern.removeprefix(_REGEX))
-    except (re.error, RecursionError, OverflowError) as error:
-        raise CheckpointError(
-            f"{where}: {pattern[:80]!r} is no regular expression: {error}", fix="write a Python regex after re:"
-        ) from error
 
 
 def _class_of(module: str) -> str:
