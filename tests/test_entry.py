@@ -186,6 +186,12 @@ def test_a_policy_that_cannot_be_read_is_named(
             ],
             "at most",
         ),
+        (["quantize", "{model}", "out", "--format", "mxfp4", "--dialect", "quark", "--exclude="], "pattern is empty"),
+        (["quantize", "{model}", "hf://org/name", "--format", "mxfp4", "--dialect", "quark"], "the destination is hf:"),
+        (
+            ["quantize", "{model}", "out", "--format", "mxfp4", "--dialect", "quark", "--max-model-len", "-3"],
+            "max-model-len",
+        ),
         (["bench", "kernels", "--rows", "9" * 20], "cannot be measured"),
         (["compare", "{folder}/nowhere"], "there is no folder"),
         (["gate", "{folder}", "--gated", "nope"], "has no arm 'nope'"),

@@ -400,6 +400,12 @@ def _written_formats() -> str:
     return "\n".join(lines)
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 1 << 31:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
+
+
 def _block(text: str) -> tuple[int, int]:
     """`128x128` as (rows, columns)."""
     rows, _, columns = text.partition("x")
@@ -551,7 +557,7 @@ def _add_capture(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE", help="a prompt a line; default: the mini tasks' training prompts"
     )
-    parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--max-model-len", type=_positive, default=2048)
 
 
 if __name__ == "__main__":

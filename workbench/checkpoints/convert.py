@@ -105,6 +105,10 @@ def quantize_checkpoint(
     """
     exclude, include = tuple(exclude), tuple(include)
     writer_dialect = check_request(format, dialect, rule, recipe, shared_globals=shared_globals)
+    if str(dst).startswith("hf:"):
+        raise ConfigError(f"the destination is {dst}", fix="give a folder; `hf upload` takes it from there")
+    if "" in (*exclude, *include):
+        raise ConfigError("an exclude or include pattern is empty", fix="leave it out, or give a name, glob or re:")
     target = resolve_path(Path(dst))
     check_path(target)
     if (exclude or include) and format in DENSE_FORMATS and recipe is None:
