@@ -116,15 +116,17 @@ def _lint(arguments: argparse.Namespace) -> int:
 
 
 def _quantize(arguments: argparse.Namespace) -> int:
-    from workbench.checkpoints.convert import check_combination, quantize_checkpoint
+    from workbench.checkpoints.convert import check_request, quantize_checkpoint
     from workbench.checkpoints.recipe import read_recipe
     from workbench.progress import Progress
 
     if arguments.prompts and not arguments.calibrate:
         raise ConfigError("--prompts is for --calibrate, which is not given", fix="add --calibrate, or drop --prompts")
     recipe = read_recipe(arguments.recipe) if arguments.recipe else None
-    if recipe is None and arguments.format:
-        check_combination(arguments.format, arguments.dialect, arguments.rule)  # before a calibration starts
+    shared_globals = not arguments.no_shared_globals
+    check_request(  # before a calibration starts
+        arguments.format, arguments.dialect, arguments.rule, recipe, shared_globals=shared_globals
+    )
     amax = None
     if arguments.calibrate or arguments.activations:
         from workbench.formats.activations import read_activations
@@ -141,7 +143,7 @@ def _quantize(arguments: argparse.Namespace) -> int:
         block=arguments.block,
         recipe=recipe,
         weight_only=arguments.weight_only,
-        shared_globals=not arguments.no_shared_globals,
+        shared_globals=shared_globals,
         input_amax=amax,
         progress=Progress().counter("tensors"),
         overwrite=arguments.overwrite,
