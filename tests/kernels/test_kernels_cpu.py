@@ -346,5 +346,7 @@ def test_the_fast_path_is_at_least_three_times_as_fast_as_the_reference(format: 
         function(*arguments)
         return time.perf_counter() - start
 
-    ratios = [seconds(slow) / min(seconds(fast), seconds(fast)) for _ in range(5)]
-    assert sorted(ratios)[2] >= 3, f"the reference takes {sorted(ratios)[2]:.1f} times as long"
+    # The best of several on both sides: what a busy machine takes from one run says nothing about the code.
+    rounds = [(seconds(slow), seconds(fast), seconds(fast)) for _ in range(9)]
+    ratio = min(r[0] for r in rounds) / min(min(r[1:]) for r in rounds)
+    assert ratio >= 3, f"the reference takes {ratio:.1f} times as long"
