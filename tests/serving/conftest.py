@@ -14,7 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tiny_models import EXCLUDED, make_deepseek, make_prompts, make_qwen
+from tiny_models import EXCLUDED, make_deepseek, make_dense, make_prompts, make_qwen
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,15 @@ def checkpoints(tmp_path_factory) -> Path:
         quantize_checkpoint(nvfp4, folder / f"{name}_mxfp4", format="mxfp4", dialect="quark")
         quantize_checkpoint(nvfp4, folder / f"{name}_dense", format="bf16", dialect="plain")
         quantize_checkpoint(nvfp4, folder / f"{name}_f32", format="f32", dialect="plain")
-    quantize_checkpoint(
-        folder / "qwen", folder / "qwen_static", format="nvfp4", dialect="modelopt", input_amax=_amax(folder / "qwen")
-    )
+    make_dense(folder / "small")
+    for name in ("qwen", "small"):
+        quantize_checkpoint(
+            folder / name,
+            folder / f"{name}_static",
+            format="nvfp4",
+            dialect="modelopt",
+            input_amax=_amax(folder / name),
+        )
     return folder
 
 
@@ -54,7 +60,15 @@ def engine(checkpoints) -> EngineResults:
     prompts = make_prompts()
     jobs: list[dict] = []
 
-    def add(key: str, checkpoint: str, dtype: str = "bfloat16", *, activations_file: str = "", **settings) -> None:
+    def add(
+        key: str,
+        checkpoint: str,
+        dtype: str = "bfloat16",
+        *,
+        activations_file: str = "",
+        stock: bool = False,
+        **settings,
+    ) -> None:
         settings |= {"checkpoint": str(checkpoints / checkpoint), "audit": str(checkpoints / f"{key}.audit.json")}
         jobs.append(
             {
@@ -64,6 +78,7 @@ def engine(checkpoints) -> EngineResults:
                 "prompts": prompts,
                 "new_tokens": 1 if activations_file else 4,
                 "activations": activations_file,
+                "stock": stock,
             }
         )
 
@@ -75,6 +90,8 @@ def engine(checkpoints) -> EngineResults:
     add("deepseek_mxfp4", "deepseek_mxfp4", backend="emulation", exclude=[EXCLUDED])
     add("deepseek_exact", "deepseek_nvfp4", "float32", backend="emulation")
     add("qwen_exact", "qwen_static", "float32", backend="emulation")
+    add("small_ours", "small_static", backend="emulation")
+    add("small_stock", "small_static", stock=True)
     add("qwen_direct", "qwen", backend="requant", format="mxfp4")
     add("deepseek_capture", "deepseek", "float32", capture=True, activations_file=str(checkpoints / "captured"))
     (checkpoints / "jobs.json").write_text(json.dumps(jobs))

@@ -5,7 +5,8 @@
 vLLM is imported once; each job then runs in a fork of its own, as a server does: vLLM 0.32's CPU worker cannot start in
 a process in which Numba was used before.
 
-A job: {"key", "settings" (PluginSettings as a dict), "dtype", "prompts", "new_tokens", "activations" (file or "")}.
+A job: {"key", "settings" (PluginSettings as a dict), "dtype", "prompts", "new_tokens", "activations" (file or ""),
+"stock" (true: vLLM's own path for the checkpoint's quant_method)}.
 """
 
 from __future__ import annotations
@@ -52,13 +53,20 @@ def run_job(job: dict) -> dict:
 
     settings = PluginSettings.from_dict(job["settings"])
     exact_mla = command.uses_mla(settings.checkpoint) and job["dtype"] != "bfloat16"
+    if job.get("stock"):
+        _offer_emulation_on_cpu()
+        ours = {}
+    else:
+        ours = {
+            "load_format": "workbench",
+            "model_loader_extra_config": settings.to_dict(),
+            "hf_overrides": command.hf_overrides(settings),
+        }
     llm = LLM(
         model=settings.checkpoint,
         skip_tokenizer_init=True,
         dtype=job["dtype"],
-        load_format="workbench",
-        model_loader_extra_config=settings.to_dict(),
-        hf_overrides=command.hf_overrides(settings),
+        **ours,
         enforce_eager=True,
         enable_prefix_caching=False,
         max_model_len=512,
@@ -95,11 +103,20 @@ def run_job(job: dict) -> dict:
     }
 
 
+def _offer_emulation_on_cpu() -> None:
+    """vLLM's own NVFP4 emulation is plain PyTorch, but its table of kernels has no row for a CPU."""
+    from vllm.model_executor.kernels import linear
+    from vllm.platforms import PlatformEnum
+
+    linear._POSSIBLE_NVFP4_KERNELS[PlatformEnum.CPU] = [linear.EmulationNvFp4LinearKernel]
+
+
 def describe_memory(model) -> dict:
-    """Parameters of the packed modules, and every dense tensor alive in this process by shape."""
-    packed = {}
+    """Parameters of the packed modules, every module's method, every dense tensor alive in this process by shape."""
+    packed, methods = {}, {}
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
+        methods[name] = type(method).__name__
         if type(method).__name__ in ("PackedLinearMethod", "PackedMoEMethod"):
             held = {n: _bytes(p) for n, p in module.named_parameters(recurse=False) if "bias" not in n}
             extra = [n for n, b in module.named_buffers(recurse=False) if b is not None and b.is_floating_point()]
@@ -110,7 +127,7 @@ def describe_memory(model) -> dict:
             continue
         if thing.dtype in (torch.bfloat16, torch.float32) and thing.dim() >= 2:
             dense.append(tuple(int(n) for n in thing.shape if isinstance(n, int)))
-    return {"packed": packed, "dense_shapes": dense}
+    return {"packed": packed, "methods": methods, "dense_shapes": dense}
 
 
 def _bytes(parameter: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,16 @@ def test_reference_backend_equals_the_dequantized_checkpoint(engine):
     assert torch.equal(engine.jobs["deepseek_reference"]["prompt"], engine.jobs["deepseek_dense"]["prompt"])
 
 
+def test_stock_vllm_serves_what_the_modelopt_writer_wrote_and_emulation_equals_it(engine):
+    # vLLM's own reader, method and plain emulation of NVFP4, activations in four bits: every bit the same.
+    stock, ours = engine.jobs["small_stock"], engine.jobs["small_ours"]
+    for layer in ("model.layers.0.self_attn.qkv_proj", "model.layers.1.mlp.down_proj"):
+        assert stock["before"]["methods"][layer] == "ModelOptLinearMethod"
+        assert ours["before"]["methods"][layer] == "PackedLinearMethod"
+    assert torch.equal(stock["prompt"], ours["prompt"])
+    assert stock["generated"] == ours["generated"]
+
+
 def test_requantization_at_load_equals_the_converted_checkpoint(engine):
     at_load, converted = engine.jobs["deepseek_requant"], engine.jobs["deepseek_mxfp4"]
     loaded = at_load["before"]["packed"]

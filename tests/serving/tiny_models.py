@@ -1,4 +1,5 @@
-"""Tiny seeded models that vLLM serves: a DeepSeek-V3 (MLA, noaux_tc, shared expert) and a Qwen3-MoE (grouped heads)."""
+"""Tiny seeded models that vLLM serves: a DeepSeek-V3 (MLA, noaux_tc, shared expert), a Qwen3-MoE (grouped heads) and a
+dense Qwen3."""
 
 from __future__ import annotations
 
@@ -91,6 +92,30 @@ def make_qwen(path: Path) -> Path:
     )
     torch.manual_seed(0)
     return _save(Qwen3MoeForCausalLM(config), path)
+
+
+def make_dense(path: Path) -> Path:
+    """2 layers without experts, 4 query heads on 2 key-value heads; BF16."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        initializer_range=0.06,
+        eos_token_id=0,
+        pad_token_id=0,
+        bos_token_id=None,
+        dtype="bfloat16",
+    )
+    torch.manual_seed(2)
+    return _save(Qwen3ForCausalLM(config), path)
 
 
 def make_prompts(count: int = 6) -> list[list[int]]:
