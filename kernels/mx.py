@@ -114,6 +114,13 @@ def _rceil_by_log2(amax: Tensor, element: Element) -> tuple[Tensor, ...]:
     return (torch.log2(quotient.double()).float().ceil().nan_to_num(posinf=E8M0_BIAS).int(),)
 
 
+def _floor_by_log2(amax: Tensor, element: Element) -> tuple[Tensor, ...]:
+    """floor with the logarithm rounded to float32, as microxcaling does: a maximum a few units in the last place below
+    2**k already counts as 2**k."""
+    exponent = torch.log2(amax.double().clamp(min=2.0**-126)).float().floor()
+    return (exponent.nan_to_num(posinf=E8M0_BIAS).int() - element.emax,)
+
+
 RULES: dict[ScaleRule, MxRule] = {
     ScaleRule.FLOOR: MxRule(exponents=_plain(ScaleRule.FLOOR)),
     ScaleRule.EVEN: MxRule(exponents=_plain(ScaleRule.EVEN)),
@@ -124,7 +131,7 @@ RULES: dict[ScaleRule, MxRule] = {
     ScaleRule.LLM_COMPRESSOR: MxRule(exponents=_even_as_e2m1, zeros=Zeros.VALUE),
     ScaleRule.QUARK: MxRule(exponents=_plain(ScaleRule.EVEN), zeros=Zeros.POSITIVE, min_byte=1),
     ScaleRule.TORCHAO: MxRule(exponents=_rceil_by_log2, divisor=lambda k: torch.where(k == -E8M0_BIAS, 0, k)),
-    ScaleRule.MICROXCALING: MxRule(exponents=_plain(ScaleRule.FLOOR), ties=Ties.AWAY),
+    ScaleRule.MICROXCALING: MxRule(exponents=_floor_by_log2, ties=Ties.AWAY),
 }
 # ModelOpt counts midpoints strictly exceeded, and its sign formula makes a zero negative; its MXFP8 is a plain cast.
 _MODELOPT_E2M1 = MxRule(exponents=_rceil_by_log2, ties=Ties.ZERO, zeros=Zeros.NEGATIVE)

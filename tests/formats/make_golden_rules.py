@@ -1,9 +1,10 @@
 """Make golden_rules.json: chosen awkward rows, quantized by the producers' own functions.
 
     pip install torch==2.13.0 nvidia-modelopt==0.47.0 compressed-tensors==0.19.0 amd-quark==0.13 torchao==0.18.0
-    python tests/formats/make_golden_rules.py
+    git clone https://github.com/microsoft/microxcaling
+    PYTHONPATH=microxcaling python tests/formats/make_golden_rules.py
 
-No part of the test run: it needs the four tools (and a C++ compiler, for Quark). The functions called are those that
+No part of the test run: it needs the five tools (and a C++ compiler, for Quark). The functions called are those that
 the tools' exports call; where a step lies outside a callable function it is noted beside the call.
 """
 
@@ -267,6 +268,17 @@ def torchao(format: str, w: Tensor) -> dict[str, Tensor]:
     return {"codes": codes, "block_scales": scales}
 
 
+# ---- microxcaling ----------------------------------------------------------------------------------------------------
+
+
+def microxcaling(format: str, w: Tensor) -> dict[str, Tensor]:
+    """Its quantize-dequantize keeps no codes: the values that it gives, computed in float32."""
+    from mx.mx_ops import _quantize_mx
+
+    element = "fp4_e2m1" if format == "mxfp4" else format.removeprefix("mx")
+    return {"values": _quantize_mx(w.float(), 8, element, axes=[-1], block_size=32, round="nearest")}
+
+
 # ---- file ------------------------------------------------------------------------------------------------------------
 
 MX = ["mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8_e4m3", "mxfp8_e5m2"]
@@ -282,10 +294,12 @@ CASES: list[tuple[str, str, Tool, list[str]]] = [
     ("quark", "amd-quark", quark, ["nvfp4", *MX[:3], *FP8, "int4_group", "int8_group", "int8_channel"]),
     ("quark_f2f", "amd-quark", quark_f2f, ["nvfp4", *FP8, "int4_group", "int8_group", "int8_channel"]),
     ("torchao", "torchao", torchao, ["nvfp4", *MX]),
+    ("microxcaling", "microxcaling", microxcaling, MX),
 ]  # fmt: skip
 
 
 def main() -> None:
+    versions = {"microxcaling": "3b429a8 (mx_ops.py), 4adf988 (elemwise_ops.py)"}  # no distribution: its commits
     cases = []
     for rule, package, tool, formats in CASES:
         for format in formats:
@@ -296,7 +310,7 @@ def main() -> None:
                     {
                         "format": format,
                         "rule": rule,
-                        "tool": f"{package} {importlib.metadata.version(package)}",
+                        "tool": f"{package} {versions.get(package) or importlib.metadata.version(package)}",
                         "input": name,
                         **{part: hexed(value) for part, value in parts.items()},
                     }
