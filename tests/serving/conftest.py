@@ -67,6 +67,7 @@ def engine(checkpoints) -> EngineResults:
         *,
         activations_file: str = "",
         stock: bool = False,
+        parallel: dict | None = None,
         **settings,
     ) -> None:
         settings |= {"checkpoint": str(checkpoints / checkpoint), "audit": str(checkpoints / f"{key}.audit.json")}
@@ -79,6 +80,7 @@ def engine(checkpoints) -> EngineResults:
                 "new_tokens": 1 if activations_file else 4,
                 "activations": activations_file,
                 "stock": stock,
+                "parallel": parallel or {},
             }
         )
 
@@ -89,6 +91,15 @@ def engine(checkpoints) -> EngineResults:
     add("deepseek_requant", "deepseek_nvfp4", backend="requant", format="mxfp4", exclude=[EXCLUDED])
     add("deepseek_mxfp4", "deepseek_mxfp4", backend="emulation", exclude=[EXCLUDED])
     add("deepseek_exact", "deepseek_nvfp4", "float32", backend="emulation")
+    two = {"tensor_parallel_size": 2}
+    add("deepseek_two_tp", "deepseek_nvfp4", "float32", parallel=two, backend="emulation")
+    add(
+        "deepseek_two_ep",
+        "deepseek_nvfp4",
+        "float32",
+        parallel={**two, "enable_expert_parallel": True},
+        backend="emulation",
+    )
     add("qwen_exact", "qwen_static", "float32", backend="emulation")
     add("small_ours", "small_static", backend="emulation")
     add("small_stock", "small_static", stock=True)

@@ -6,7 +6,7 @@ vLLM is imported once; each job then runs in a fork of its own, as a server does
 a process in which Numba was used before.
 
 A job: {"key", "settings" (PluginSettings as a dict), "dtype", "prompts", "new_tokens", "activations" (file or ""),
-"stock" (true: vLLM's own path for the checkpoint's quant_method)}.
+"stock" (true: vLLM's own path for the checkpoint's quant_method), "parallel" (the engine's arguments for more ranks)}.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ import multiprocessing
 import os
 import sys
 
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # describe_memory is sent to the ranks of a parallel job
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 
 import torch
 
@@ -51,6 +56,8 @@ def run_job(job: dict) -> dict:
     from workbench.serving import command
     from workbench.serving.vllm_plugin.settings import PluginSettings
 
+    if job.get("parallel"):
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # else every rank wants a NUMA node of its own
     settings = PluginSettings.from_dict(job["settings"])
     exact_mla = command.uses_mla(settings.checkpoint) and job["dtype"] != "bfloat16"
     if job.get("stock"):
@@ -67,6 +74,7 @@ def run_job(job: dict) -> dict:
         skip_tokenizer_init=True,
         dtype=job["dtype"],
         **ours,
+        **job.get("parallel", {}),
         enforce_eager=True,
         enable_prefix_caching=False,
         max_model_len=512,
@@ -74,7 +82,7 @@ def run_job(job: dict) -> dict:
         kv_cache_memory_bytes=64 << 20,
         attention_backend="CPU_MLA" if exact_mla else None,
     )
-    facts = llm.apply_model(describe_memory)[0]
+    ranks = llm.apply_model(describe_memory)
     recorder = llm.llm_engine.vllm_config.quant_config.recorder if job.get("activations") else None
     if recorder is not None:
         recorder.enabled, recorder.limit = True, 4096
@@ -98,7 +106,8 @@ def run_job(job: dict) -> dict:
     return {
         "prompt": torch.tensor(prompt, dtype=torch.float64),
         "generated": generated,
-        "before": facts,
+        "before": ranks[0],
+        "ranks": ranks,
         "after": after,
     }
 

@@ -75,6 +75,56 @@ def test_dynamic_weights_and_activations_match_transformers_in_float32(engine):
     assert difference.mean() < 0.01 * effect
 
 
+@pytest.mark.parametrize("split", ["tp", "ep"])
+def test_two_ranks_compute_what_one_does(engine, split):
+    # Band: sums in another order. A token's own NVFP4 scale is that of the whole token, also where its columns are
+    # split: a rank that took its own half's would move log-probabilities by 0.1.
+    one, two = engine.jobs["deepseek_exact"], engine.jobs[f"deepseek_two_{split}"]
+    assert (two["prompt"] - one["prompt"]).abs().max() < 1e-4
+    assert [token for token, _ in two["generated"]] == [token for token, _ in one["generated"]]
+
+
+@pytest.mark.parametrize("split", ["tp", "ep"])
+def test_two_ranks_hold_the_bytes_of_one(engine, split):
+    whole = engine.jobs["deepseek_exact"]["before"]["packed"]
+    ranks = [rank["packed"] for rank in engine.jobs[f"deepseek_two_{split}"]["ranks"]]
+    assert len(ranks) == 2
+    seen = set()
+    for name, module in whole.items():
+        for parameter, data in module["parameters"].items():
+            parts = [rank[name]["parameters"][parameter] for rank in ranks]
+            kind = _how_split(name, parameter, experts_apart=split == "ep")
+            seen.add(kind)
+            assert torch.equal(_joined(parts, kind), data), (name, parameter, kind)
+    assert seen == {"same", "rows", "halves", "columns"} | ({"experts"} if split == "ep" else set())
+
+
+def _how_split(module: str, parameter: str, *, experts_apart: bool) -> str:
+    """How the engine shares a packed parameter out over the ranks."""
+    if "routed_experts" in module:
+        if experts_apart:
+            return "experts"
+        if parameter.endswith("scale_2"):
+            return "same"
+        return "halves" if parameter.startswith("w13") else "columns"
+    if module.endswith("fused_qkv_a_proj") or parameter.endswith("scale_2"):
+        return "same"
+    if module.endswith("gate_up_proj"):
+        return "halves"
+    return "columns" if module.endswith(("o_proj", "down_proj")) else "rows"
+
+
+def _joined(parts: list[torch.Tensor], kind: str) -> torch.Tensor:
+    if kind == "same":
+        assert all(torch.equal(part, parts[0]) for part in parts)
+        return parts[0]
+    if kind == "halves":  # of gate and up each
+        return torch.cat(
+            [torch.cat(half, dim=-2) for half in zip(*(p.chunk(2, dim=-2) for p in parts), strict=True)], -2
+        )
+    return torch.cat(parts, dim={"experts": 0, "rows": -2, "columns": -1}[kind])
+
+
 def test_static_weights_and_activations_match_transformers_in_float32(engine):
     with open_checkpoint(engine.folder / "qwen_static") as checkpoint:
         scales = {e.module: checkpoint.read(e.name).input_scale for e in checkpoint.entries() if e.has_input_scale}

@@ -97,6 +97,7 @@ def _run_child(job: Path, log: Path, env: dict[str, str]) -> int:
         try:
             return child.wait()
         finally:
+            assert child.stdin is not None
             child.stdin.close()
             child.wait()
 

@@ -66,7 +66,7 @@ class Endpoint:
         self.spec, self.base_url, self.model, self.log = spec, base_url, model, log
         self.command: list[str] = []
         self._fingerprint = fingerprint
-        self._supervisor: subprocess.Popen | None = None
+        self._supervisor: subprocess.Popen[bytes] | None = None
         self._audit: Path | None = None
         self._started = time.monotonic()
         self._ready_s = math.nan
@@ -148,6 +148,7 @@ class Endpoint:
         environment = {**os.environ, **env}
         if "VLLM_CPU_KVCACHE_SPACE" in environment and not environment["VLLM_CPU_KVCACHE_SPACE"]:
             del environment["VLLM_CPU_KVCACHE_SPACE"]  # vLLM fails on an empty one
+        assert self.log is not None
         with self.log.open("wb") as stream:
             self._supervisor = subprocess.Popen(
                 [sys.executable, "-m", "workbench.serving.supervise", str(GRACE_S), *command],
@@ -208,6 +209,7 @@ class Endpoint:
         import psutil
 
         total = 0
+        assert self._supervisor is not None
         with contextlib.suppress(psutil.Error):
             for process in psutil.Process(self._supervisor.pid).children(recursive=True):
                 with contextlib.suppress(psutil.Error):

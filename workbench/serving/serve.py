@@ -10,7 +10,7 @@ from typing import TextIO
 
 from workbench.interrupt import Interrupted, terminable
 
-from .endpoint import start
+from .endpoint import Endpoint, start
 from .spec import ServeSpec
 
 
@@ -36,7 +36,7 @@ def serve_forever(spec: ServeSpec, log: Path, *, out: TextIO | None = None) -> N
     print("stopped", file=out, flush=True)
 
 
-def _follow(endpoint, out: TextIO) -> None:
+def _follow(endpoint: Endpoint, out: TextIO) -> None:
     position = endpoint.log.stat().st_size if endpoint.log else 0
     while True:
         endpoint.check()

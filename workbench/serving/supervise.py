@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _stop(server: subprocess.Popen, grace_s: float) -> int:
+def _stop(server: subprocess.Popen[bytes], grace_s: float) -> int:
     deadline = time.monotonic() + grace_s
     if server.poll() is None:
         server.terminate()
@@ -54,7 +54,7 @@ def _stop(server: subprocess.Popen, grace_s: float) -> int:
     return server.wait()
 
 
-def _descendants(server: subprocess.Popen) -> list[int]:
+def _descendants(server: subprocess.Popen[bytes]) -> list[int]:
     """Live processes below this one; zombies of re-parented children are reaped on the way."""
     import psutil
 
@@ -67,7 +67,7 @@ def _descendants(server: subprocess.Popen) -> list[int]:
     return found
 
 
-def _reap(server: subprocess.Popen) -> None:
+def _reap(server: subprocess.Popen[bytes]) -> None:
     """Collect ended children other than the server (Popen collects that one)."""
     import psutil
 

@@ -95,9 +95,9 @@ class WorkbenchConfig(QuantizationConfig):
         plans = [self._plans.get(s) for s in shards]
         if not any(plans) or prefix.endswith(_DECODED_AT_LOAD):
             return UnquantizedLinearMethod()
-        plan = _agree(prefix, shards, plans)
+        agreed = _agree(prefix, shards, plans)
         self.taken.update(shards)
-        return PackedLinearMethod(prefix, plan, static=[p.static for p in plans])
+        return PackedLinearMethod(prefix, agreed[0], static=[p.static for p in agreed])
 
     def _experts_method(self, layer: RoutedExperts, prefix: str) -> Any:
         from .moe import CapturingMoEMethod, PackedMoEMethod
@@ -111,9 +111,9 @@ class WorkbenchConfig(QuantizationConfig):
             return None
         missing = _missing_experts(base, names, layer.moe_config)
         plans = [self._plans.get(n) for n in [*names, *missing]]
-        plan = _agree(prefix, [*names, *missing], plans)
+        agreed = _agree(prefix, [*names, *missing], plans)
         self.taken.update(names)
-        return PackedMoEMethod(layer.moe_config, prefix, plan, static=[p.static for p in plans])
+        return PackedMoEMethod(layer.moe_config, prefix, agreed[0], static=[p.static for p in agreed])
 
     def shards(self, prefix: str) -> list[str]:
         """Checkpoint modules that the engine's linear module `prefix` holds, in the engine's row order."""
@@ -156,8 +156,8 @@ def names_expert(module: str) -> bool:
     return len(parts) > 2 and parts[-2].isdecimal()
 
 
-def _agree(prefix: str, shards: list[str], plans: list[ModulePlan | None]) -> ModulePlan:
-    """The one plan of a fused module's shards. Raises ConfigError when they differ in format."""
+def _agree(prefix: str, shards: list[str], plans: list[ModulePlan | None]) -> list[ModulePlan]:
+    """The plans of a fused module's shards, all of one format. Raises ConfigError when they differ in format."""
     kinds = {(p.weight, p.activation) if p else ("unquantized", "none"): s for s, p in zip(shards, plans, strict=True)}
     if len(kinds) > 1:
         found = "; ".join(f"{name}: weights {w}, activations {a}" for (w, a), name in kinds.items())
@@ -165,7 +165,7 @@ def _agree(prefix: str, shards: list[str], plans: list[ModulePlan | None]) -> Mo
             f"{prefix}: vLLM runs {len(shards)} modules as one, but their formats differ ({found})",
             fix="exclude all of them or none of them",
         )
-    return next(p for p in plans if p is not None)
+    return [p for p in plans if p is not None]
 
 
 def _missing_experts(base: str, names: list[str], moe_config: Any) -> list[str]:

@@ -21,7 +21,7 @@ from vllm.model_executor.parameter import GroupQuantScaleParameter, ModelWeightP
 from workbench.errors import CheckpointError, FormatError
 from workbench.formats import get_format
 
-from . import ops  # noqa: F401  (registers torch.ops.workbench)
+from . import ops
 from .settings import ModulePlan
 
 
@@ -59,6 +59,8 @@ class PackedLinearMethod(LinearMethodBase):
     def __init__(self, prefix: str, plan: ModulePlan, *, static: list[bool]) -> None:
         super().__init__()
         self.prefix, self.plan, self.static = prefix, plan, static
+        self.ranks = ""  # the process group that K is split over, where tokens have scales of their own
+        self.widths: list[int] = []  # rows of each fused matrix, once weights are created
 
     def create_weights(
         self,
@@ -74,7 +76,9 @@ class PackedLinearMethod(LinearMethodBase):
         rows, columns, matrices = sum(output_partition_sizes), input_size_per_partition, len(output_partition_sizes)
         check_block(self.prefix, columns, input_size // columns, self.plan.weight)
         loader = extra["weight_loader"]
-        layer.workbench_widths = list(output_partition_sizes)
+        if input_size != columns and self.plan.activation == "nvfp4" and not all(self.static):
+            self.ranks = ops.split_over()
+        self.widths = list(output_partition_sizes)
         layer.register_parameter(
             "weight",
             ModelWeightParameter(
@@ -107,7 +111,8 @@ class PackedLinearMethod(LinearMethodBase):
                 fix="run `workbench lint` on the checkpoint",
             )
         if hasattr(layer, "_use_min_latency_gemm"):
-            layer._use_min_latency_gemm = False  # a DeepSeek layer with a GEMM of its own, which would bypass apply()
+            # a DeepSeek layer with a GEMM of its own, which would bypass apply()
+            layer._use_min_latency_gemm = False  # type: ignore[assignment]
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return torch.ops.workbench.packed_linear(
@@ -117,9 +122,10 @@ class PackedLinearMethod(LinearMethodBase):
             getattr(layer, "weight_scale_2", None),
             getattr(layer, "input_scale", None),
             bias,
-            layer.workbench_widths,
+            self.widths,
             self.plan.weight,
             self.plan.activation,
+            self.ranks,
         )
 
     def describe(self) -> dict[str, Any]:

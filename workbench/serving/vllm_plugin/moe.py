@@ -41,16 +41,32 @@ class _ExpertMethod(FusedMoEMethodBase):
         layer.register_parameter(name, parameter)
         self._registered.append(name)
 
-        def load(param, loaded_weight, weight_name, shard_id, expert_id, return_success=False):
+        def load(  # the engine calls it by these keywords
+            param: Tensor,
+            loaded_weight: Tensor,
+            weight_name: str,
+            shard_id: str,
+            expert_id: int,
+            return_success: bool = False,
+        ) -> bool | None:
             local = layer._map_global_expert_id_to_local_expert_id(expert_id)
             if local != -1:
                 self._load(layer, name, param.data, loaded_weight, shard_id, local, weight_name)
             return (local != -1) if return_success else None
 
-        load.supports_moe_loading = True
+        load.supports_moe_loading = True  # type: ignore[attr-defined]
         set_weight_attrs(parameter, {"weight_loader": load})
 
-    def _load(self, layer, name: str, data: Tensor, loaded: Tensor, shard: str, expert: int, weight_name: str) -> None:
+    def _load(
+        self,
+        layer: RoutedExperts,
+        name: str,
+        data: Tensor,
+        loaded: Tensor,
+        shard: str,
+        expert: int,
+        weight_name: str,
+    ) -> None:
         """Copy one expert's share of `loaded` for this rank into `data[expert]`. shard: w1 gate, w3 up, w2 down."""
         target = data[expert]
         if name.endswith(("_weight_scale_2", "_input_scale")):
@@ -113,6 +129,7 @@ class PackedMoEMethod(_ExpertMethod):
     def __init__(self, moe: Any, prefix: str, plan: ModulePlan, *, static: list[bool]) -> None:
         super().__init__(moe, prefix)
         self.plan, self.static = plan, static
+        self.ranks = ""  # the process group that w2's K is split over, where tokens have scales of their own
 
     def create_weights(
         self,
@@ -127,6 +144,8 @@ class PackedMoEMethod(_ExpertMethod):
         spec, inter = get_format(self.plan.weight), intermediate_size_per_partition
         check_block(f"{self.prefix} (w1, w3)", hidden_size, 1, spec.name)
         check_block(f"{self.prefix} (w2)", inter, layer.moe_config.tp_size, spec.name)
+        if layer.moe_config.tp_size > 1 and self.plan.activation == "nvfp4" and not all(self.static):
+            self.ranks = self._ranks(layer)
         codes, scales = torch.uint8, scale_dtype(spec.name)
         self._register(layer, "w13_weight", torch.empty(num_experts, 2 * inter, hidden_size // 2, dtype=codes))
         self._register(layer, "w2_weight", torch.empty(num_experts, hidden_size, inter // 2, dtype=codes))
@@ -175,7 +194,18 @@ class PackedMoEMethod(_ExpertMethod):
             self.plan.weight,
             self.plan.activation,
             layer.apply_router_weight_on_input,
+            self.ranks,
         )
+
+    def _ranks(self, layer: RoutedExperts) -> str:
+        from vllm.distributed import get_tensor_model_parallel_world_size
+
+        if layer.moe_config.tp_size != get_tensor_model_parallel_world_size():
+            raise ConfigError(
+                f"{self.prefix}: a token's own NVFP4 scale is not computed over data-parallel ranks that share experts",
+                fix="use expert parallelism, one data-parallel rank, or a checkpoint with input scales",
+            )
+        return ops.split_over()
 
     def describe(self) -> dict[str, Any]:
         """The audit's entry, without the bytes."""

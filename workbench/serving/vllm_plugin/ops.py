@@ -13,11 +13,16 @@ token's result does not depend on which tokens share its batch (beyond what the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from workbench.kernels import cpu, reference
+
+DecodeExperts: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]  # expert numbers [e] to dense w13 and w2
 
 # Experts are decoded in groups of at most this many weights, so that a large layer needs a bounded dense buffer.
 DECODE_GROUP_WEIGHTS = 1 << 26
@@ -34,17 +39,39 @@ def decode(codes: Tensor, scales: Tensor, global_scale: Tensor | None, format: s
     return reference.mxfp4_dequantize(codes, scales).to(dtype)
 
 
-def round_activation(x: Tensor, format: str, global_scale: Tensor | None) -> Tensor:
-    """`x` `[M, K]` through the format's quantize-dequantize. `global_scale`: scalar or `[M, 1]`, NaN = per token."""
+def round_activation(x: Tensor, format: str, global_scale: Tensor | None, ranks: str = "") -> Tensor:
+    """`x` `[M, K]` through the format's quantize-dequantize. `global_scale`: scalar or `[M, 1]`, NaN = per token.
+
+    ranks: the process group over which K is split, "" where `x` holds all of it. A token's own scale is that of the
+    whole token, so that two ranks compute what one does.
+    """
     if format == "none":
         return x
     kernels = cpu if x.device.type == "cpu" else reference
     if format == "mxfp4":
         return kernels.mxfp4_qdq_activation(x)
-    if global_scale is not None and bool(global_scale.isnan().any()):
-        own = reference.nvfp4_global_scale(x.float().abs().amax(-1, keepdim=True))
-        global_scale = torch.where(global_scale.isnan(), own, global_scale)
+    if ranks or (global_scale is not None and bool(global_scale.isnan().any())):
+        own = reference.nvfp4_global_scale(_over_ranks(x.float().abs().amax(-1, keepdim=True), ranks))
+        global_scale = own if global_scale is None else torch.where(global_scale.isnan(), own, global_scale)
     return kernels.nvfp4_qdq_activation(x, global_scale)
+
+
+def split_over() -> str:
+    """The name of the tensor-parallel process group, for `ranks`."""
+    from vllm.distributed import get_tp_group
+
+    return get_tp_group().unique_name
+
+
+def _over_ranks(amax: Tensor, ranks: str) -> Tensor:
+    """The largest `amax` of a group's ranks; `amax` itself without one."""
+    if ranks:
+        from vllm.distributed import parallel_state
+
+        group = parallel_state._groups[ranks]()
+        assert group is not None, f"the process group {ranks} is gone"
+        torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=group.device_group)
+    return amax
 
 
 # ---- linear ----------------------------------------------------------------------------------------------------------
@@ -60,21 +87,23 @@ def packed_linear(
     widths: list[int],
     weight_format: str,
     activation_format: str,
+    ranks: str = "",
 ) -> Tensor:
     """`[..., K]` times a packed `[N, K]`: `[..., N]`. The N rows are `len(widths)` matrices that share an input.
 
     globals_ and input_scales: one float32 decode multiplier a matrix. Where the input scales differ, each matrix sees
-    the input rounded with its own.
+    the input rounded with its own. ranks: of `round_activation`.
     """
     x_mk = x.reshape(-1, x.shape[-1])
     weight_nk = decode(codes, scales, _per_row(globals_, widths), weight_format, x.dtype)
     if input_scales is None or len(widths) == 1 or bool((input_scales == input_scales[0]).all()):
         shared = None if input_scales is None else input_scales[0]
-        y = F.linear(round_activation(x_mk, activation_format, shared), weight_nk, bias)
+        y = F.linear(round_activation(x_mk, activation_format, shared, ranks), weight_nk, bias)
     else:
         parts = []
         for i, part_nk in enumerate(weight_nk.split(widths)):
-            parts.append(F.linear(round_activation(x_mk, activation_format, input_scales[i]), part_nk))
+            rounded_mk = round_activation(x_mk, activation_format, input_scales[i], ranks)
+            parts.append(F.linear(rounded_mk, part_nk))
         y = torch.cat(parts, dim=-1)
         if bias is not None:
             y = y + bias
@@ -91,6 +120,7 @@ def _packed_linear_fake(
     widths: list[int],
     weight_format: str,
     activation_format: str,
+    ranks: str = "",
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], codes.shape[0])
 
@@ -122,6 +152,7 @@ def packed_moe(
     weight_format: str,
     activation_format: str,
     weight_on_input: bool,
+    ranks: str = "",
 ) -> Tensor:
     """SiLU-gated experts: x `[T, H]`, w13 `[E, 2I, H/2]` (gate rows, then up rows), w2 `[E, H, I/2]`: `[T, H]`.
 
@@ -132,13 +163,14 @@ def packed_moe(
     def decode_experts(experts: Tensor) -> tuple[Tensor, Tensor]:
         everything = experts.numel() == w13.shape[0]
 
-        def pick(t: Tensor | None) -> Tensor | None:
-            return t if t is None or everything else t[experts]
+        def pick(t: Tensor) -> Tensor:
+            return t if everything else t[experts]
 
         half = w13.shape[1] // 2
-        g13, g2 = pick(w13_global), pick(w2_global)
-        g13 = None if g13 is None else g13.repeat_interleave(half, dim=1).unsqueeze(-1)  # [e, 2I, 1]
-        g2 = None if g2 is None else g2[:, None, None]
+        g13 = (
+            None if w13_global is None else pick(w13_global).repeat_interleave(half, dim=1).unsqueeze(-1)
+        )  # [e, 2I, 1]
+        g2 = None if w2_global is None else pick(w2_global)[:, None, None]
         return (
             decode(pick(w13), pick(w13_scale), g13, weight_format, x.dtype),
             decode(pick(w2), pick(w2_scale), g2, weight_format, x.dtype),
@@ -159,6 +191,7 @@ def packed_moe(
         w13_input_scale=w13_input_scale,
         w2_input_scale=w2_input_scale,
         weight_on_input=weight_on_input,
+        ranks=ranks,
     )
 
 
@@ -167,14 +200,15 @@ def expert_loop(
     topk_weights: Tensor,
     topk_ids: Tensor,
     *,
-    decode_experts,
+    decode_experts: DecodeExperts,
     experts: int,
     weights_per_expert: int,
     activation_format: str = "none",
     w13_input_scale: Tensor | None = None,
     w2_input_scale: Tensor | None = None,
     weight_on_input: bool = False,
-    observe=None,
+    ranks: str = "",
+    observe: Callable[..., None] | None = None,
 ) -> Tensor:
     """Run the experts that have tokens, group by group.
 
@@ -230,7 +264,7 @@ def expert_loop(
             for e, (a, b) in zip(ids, spans, strict=True):
                 observe(e, rows[a:b], hidden[a - begin : b - begin])
         scale = _row_scale(w2_input_scale, expert_of_row[begin:start], None)
-        hidden = round_activation(hidden, activation_format, scale)
+        hidden = round_activation(hidden, activation_format, scale, ranks)
         for i, (a, b) in enumerate(spans):
             y_rows[a:b] = F.linear(hidden[a - begin : b - begin], w2_e[i])
 
@@ -247,7 +281,14 @@ def _row_scale(scales: Tensor | None, expert_of_row: Tensor, column: int | None)
     return (scales if column is None else scales[:, column])[expert_of_row].unsqueeze(-1)
 
 
-def _vllm_cpu_moe(x, decode_experts, w13, topk_weights, topk_ids, weight_on_input) -> Tensor | None:
+def _vllm_cpu_moe(
+    x: Tensor,
+    decode_experts: DecodeExperts,
+    w13: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    weight_on_input: bool,
+) -> Tensor | None:
     """Weight-only on a CPU: vLLM's own fused kernel on the decoded experts, so that the numbers are those of the same
     model stored decoded. None where that kernel does not apply."""
     experts, two_i, half_h = w13.shape
@@ -293,6 +334,7 @@ def _packed_moe_fake(
     weight_format: str,
     activation_format: str,
     weight_on_input: bool,
+    ranks: str = "",
 ) -> Tensor:
     return torch.empty_like(x)
 
@@ -302,7 +344,7 @@ def _packed_moe_fake(
 _LIBRARY = torch.library.Library("workbench", "FRAGMENT")
 
 
-def _register(name: str, op, fake) -> None:
+def _register(name: str, op: Callable[..., Tensor], fake: Callable[..., Tensor]) -> None:
     from torch.library import infer_schema
 
     if not hasattr(torch.ops.workbench, name):

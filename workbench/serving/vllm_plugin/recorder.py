@@ -17,11 +17,10 @@ from torch import Tensor
 @dataclass
 class _Sample:
     generator: torch.Generator
-    rows: Tensor | None = None  # [m, K], in order of arrival
+    rows: Tensor  # [m, K], in order of arrival
     keys: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64))
     amax: float = 0.0
     seen: int = 0
-    columns: int = 0
 
 
 class ActivationRecorder:
@@ -46,7 +45,7 @@ class ActivationRecorder:
         sample = self._samples.get(stored)
         if sample is None:
             generator = torch.Generator().manual_seed(zlib.crc32(stored.encode()))
-            sample = self._samples[stored] = _Sample(generator, columns=rows.shape[1])
+            sample = self._samples[stored] = _Sample(generator, rows=rows[:0].cpu())
         keys = torch.rand(rows.shape[0], generator=sample.generator, dtype=torch.float64)
         sample.seen += rows.shape[0]
         sample.amax = max(sample.amax, float(rows.abs().amax()))
@@ -55,7 +54,7 @@ class ActivationRecorder:
             keys, rows = keys[entering], rows[entering.to(rows.device)]
         rows = rows.cpu().clone()
         all_keys = torch.cat([sample.keys, keys])
-        all_rows = rows if sample.rows is None else torch.cat([sample.rows, rows])
+        all_rows = torch.cat([sample.rows, rows])
         if all_keys.numel() > self.limit:
             kept = all_keys.topk(self.limit).indices.sort().values  # back in order of arrival
             all_keys, all_rows = all_keys[kept], all_rows[kept]
