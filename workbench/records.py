@@ -49,7 +49,8 @@ class LintReport:
     """All findings on one checkpoint. checks: every check id that ran, also the clean ones.
 
     scale_bytes: stored size of all block scales; scale_bytes_read: of those that were looked at. A fault in a single
-    block scale can hide in the difference.
+    block scale can hide in the difference. value_bytes, value_bytes_read: the same of what can hold NaN, plain weights
+    and FP8 codes (0 in reports of before they were counted).
     """
 
     checkpoint: str
@@ -61,6 +62,8 @@ class LintReport:
     seconds: float
     scale_bytes: int = 0
     scale_bytes_read: int = 0
+    value_bytes: int = 0
+    value_bytes_read: int = 0
 
     @property
     def errors(self) -> tuple[LintFinding, ...]:
@@ -210,6 +213,8 @@ class TaskScore:
     value, low, high: proportion in [0, 1] with a 95 % Wilson interval. n: items. filter: lm-eval's filter name.
     samples: the samples_*.jsonl, relative to the run folder. empty, invalid, truncated: answers that are empty / hold
     nothing to extract / hit max_tokens (-1 where the harness does not tell). seconds: wall time of the arm.
+    failed: requests that the endpoint never answered; they count as wrong here. clusters: distinct problems, where each
+    was asked several times (the interval is then that of the effective number of items); 0: every item is its own.
     """
 
     arm: str
@@ -227,13 +232,237 @@ class TaskScore:
     invalid: int = -1
     truncated: int = -1
     seconds: float = math.nan
+    failed: int = 0
+    clusters: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Perplexity:
+    """Perplexity of one task on one arm, with all that a reader needs to compare it with another.
+
+    documents, tokens, words, bytes: what was scored; words and bytes are those of the original text. nll: summed
+    negative log-likelihood in nats. token_perplexity = exp(nll / tokens), word_perplexity = exp(nll / words),
+    byte_perplexity = exp(nll / bytes), bits_per_byte = nll / bytes / ln 2 (comparable across tokenizers); low, high:
+    95 % bootstrap interval of bits_per_byte over documents (NaN with fewer than 8). conventions: window, stride,
+    context of each window, first token, tokenizer, text form.
+    """
+
+    arm: str
+    task: str
+    documents: int
+    tokens: int
+    words: int
+    bytes: int
+    nll: float
+    token_perplexity: float
+    word_perplexity: float
+    byte_perplexity: float
+    bits_per_byte: float
+    bits_per_byte_low: float
+    bits_per_byte_high: float
+    samples: str
+    conventions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transport:
+    """How the endpoint behaved towards the client.
+
+    requests: distinct requests of the evaluation; resumed: of them answered by the journal of an interrupted run.
+    retries: repeated sends; failed: requests given up. faults: kind -> how often it was met (retried or not);
+    examples: kind -> the first message of that kind. latency_*: of answered requests, one send each. slow: answers that
+    took more than 10 times the median; slowdown: median latency of the last tenth of the answers over that of the first
+    (NaN below 20 answers). busy: mean requests in flight over `concurrency` (1 = never idle). prompt_tokens,
+    completion_tokens: as the endpoint counts them (None where it does not).
+    """
+
+    requests: int
+    resumed: int
+    retries: int
+    failed: int
+    faults: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, str] = field(default_factory=dict)
+    latency_median_s: float = math.nan
+    latency_p99_s: float = math.nan
+    latency_max_s: float = math.nan
+    slow: int = 0
+    slowdown: float = math.nan
+    busy: float = math.nan
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LengthDrift:
+    """Answers of one task against the baseline's on the same documents.
+
+    n: documents that both answered. unit: "tokens" or "characters". ratio: summed length over the baseline's, with a
+    95 % bootstrap interval over documents (NaN with fewer than 8). identical: answers equal character by character.
+    """
+
+    baseline: str
+    n: int
+    unit: str
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+    identical: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ArtefactPanel:
+    """What may move a task's score without any weight being wrong. Counts are of `n` answers; -1: cannot be told.
+
+    truncated: ended at max_tokens. empty: no text but white space (null included). null: the endpoint sent null.
+    failed: never answered. stopped: ended by a stop string, where the endpoint says so; stop_leaks: a stop string is in
+    the answer (the server did not honour it). disagreements: strict and flexible extraction score differently.
+    invalid: filter -> answers that hold nothing to extract. duplicates: answers whose whole text another document of
+    the task also got. think_leaks: think tags in what was scored; unfinished: the think block never closed.
+    length_*_tokens: of answers (None where the endpoint does not count). accuracy_all: of all n (failed and unfinished
+    are wrong); accuracy_finished: of the `finished`, that is, neither cut, unfinished, null nor failed. Both with 95 %
+    Wilson intervals, on the primary filter.
+    """
+
+    arm: str
+    task: str
+    filter: str
+    n: int
+    truncated: int
+    empty: int
+    null: int
+    failed: int
+    stopped: int
+    stop_leaks: int
+    disagreements: int
+    invalid: dict[str, int]
+    duplicates: int
+    think_leaks: int
+    unfinished: int
+    length_median_tokens: float | None
+    length_max_tokens: float | None
+    accuracy_all: float
+    accuracy_all_low: float
+    accuracy_all_high: float
+    finished: int
+    accuracy_finished: float
+    accuracy_finished_low: float
+    accuracy_finished_high: float
+    drift: LengthDrift | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreflightFinding:
+    """level: "error" stops the evaluation; "warning" is shown; "info" states what could not be checked, and why."""
+
+    id: str
+    level: str
+    message: str
+    fix: str = ""
+    task: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreflightTask:
+    """What is about to be asked for one task.
+
+    kind: lm-eval's request type. documents, requests: their numbers. longest_prompt_tokens, prompt_tokens (all
+    requests): None without a tokenizer. answer_budget_tokens: what one answer may have. data_fingerprint: sha256 over
+    the documents; prompt_fingerprint: over everything sent, shots and settings included. mde_pp: expected discordance
+    (a share, as text) -> smallest loss found with 80 % power, one-sided 5 %.
+    """
+
+    task: str
+    kind: str
+    documents: int
+    requests: int
+    longest_prompt_tokens: int | None
+    prompt_tokens: int | None
+    answer_budget_tokens: int
+    stops: tuple[str, ...]
+    data_fingerprint: str
+    prompt_fingerprint: str
+    mde_pp: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preflight:
+    """What was checked before the first request of an evaluation; eval/<arm>/<model>/preflight.json.
+
+    server: what the endpoint says of itself. server_max_length: its context in tokens (None: it does not say).
+    probe_s: seconds of the probe, NaN without one; estimate_s: expected seconds, each answer as long as a gold answer;
+    estimate_high_s: if every answer used its whole budget. Both extrapolate the probe linearly: no interval is known.
+    """
+
+    arm: str
+    endpoint: str
+    api: str
+    model: str
+    harness: str
+    max_length: int
+    server_max_length: int | None
+    server: dict[str, str]
+    tasks: tuple[PreflightTask, ...]
+    findings: tuple[PreflightFinding, ...]
+    probe_s: float = math.nan
+    estimate_s: float = math.nan
+    estimate_high_s: float = math.nan
+
+    @property
+    def errors(self) -> tuple[PreflightFinding, ...]:
+        return tuple(f for f in self.findings if f.level == "error")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounded:
+    """A statistic known between two bounds, each with a 95 % bootstrap interval over windows (NaN below 8 windows)."""
+
+    lower: float
+    upper: float
+    lower_ci_low: float
+    lower_ci_high: float
+    upper_ci_low: float
+    upper_ci_high: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Divergence:
+    """KL(reference || arm) of next-token distributions on given text, in nats, from each side's top `k`.
+
+    windows, positions: texts and predicted tokens. mean, median, p99, p999: over positions, bounds derived in
+    workbench.evaluation.kld. floor_nats: no token is taken to be less likely than exp(-floor_nats) under the arm; the
+    upper bounds rest on it. tail_mass_*: mean probability outside the tracked tokens. same_top1: share of positions
+    where both put the same token first. delta_p_mean_pp: mean change of the actual token's probability. Intervals: 95 %
+    bootstrap over windows (NaN below 8).
+    """
+
+    reference: str
+    arm: str
+    k: int
+    windows: int
+    positions: int
+    mean: Bounded
+    median: Bounded
+    p99: Bounded
+    p999: Bounded
+    floor_nats: float
+    tail_mass_reference: float
+    tail_mass_arm: float
+    same_top1: float
+    same_top1_low: float
+    same_top1_high: float
+    delta_p_mean_pp: float
+    delta_p_mean_low_pp: float
+    delta_p_mean_high_pp: float
+    text_fingerprint: str
+    seconds: float = math.nan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
     """All scores of one arm; eval/<arm>/scores.json.
 
-    request_order: "forward" or "reversed". concurrency: requests in flight at once.
+    request_order: "forward" or "reversed". concurrency: requests in flight at once. api: "completions" or "chat".
+    plain_command: the lm_eval command line that asks the same with lm-eval's own client.
     """
 
     arm: str
@@ -244,6 +473,11 @@ class Evaluation:
     concurrency: int
     seconds: float
     task_fingerprints: dict[str, str] = field(default_factory=dict)
+    api: str = "completions"
+    plain_command: str = ""
+    perplexities: tuple[Perplexity, ...] = ()
+    panels: tuple[ArtefactPanel, ...] = ()
+    transport: Transport | None = None
 
 
 # ---- comparison ------------------------------------------------------------------------------------------------------
@@ -264,6 +498,24 @@ class Flip:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Stratum:
+    """One subtask of a group, such as a subject of MMLU-Pro: counts of items, and of those lost and gained.
+
+    loss_pp = 100 (lost - gained) / n with its two-sided 95 % interval; p_loss_holm: exact one-sided McNemar, adjusted
+    by Holm over the group's subtasks.
+    """
+
+    name: str
+    n: int
+    lost: int
+    gained: int
+    loss_pp: float
+    loss_low_pp: float
+    loss_high_pp: float
+    p_loss_holm: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TaskComparison:
     """Paired comparison of a candidate arm with the baseline on one (task, filter).
 
@@ -272,6 +524,14 @@ class TaskComparison:
     upper bound; p_loss: exact one-sided McNemar (H1: candidate worse); p_two_sided: exact McNemar.
     recovery_percent = 100 candidate / baseline (NaN when the baseline is 0), with a 95 % interval.
     mde_pp: smallest loss this n would detect (80 % power, one-sided 5 %) at the observed discordance (floor: 1 item).
+    bootstrap_low_pp, bootstrap_high_pp: paired percentile bootstrap, 95 %, a cross-check of the interval.
+    p_above_noise: exact one-sided McNemar of "flips no more items than the A/A arm" (NaN: no such arm).
+
+    clusters: distinct problems, where each was asked several times (avg@k); then n counts answers, and loss, recovery,
+    their intervals, p_* and mde_pp are of problems (0: every item is its own).
+
+    A group (MMLU-Pro) is one row of all its items, and `strata` holds its subtasks. macro_loss_pp, with its 95 %
+    interval: mean of their losses; p_strata_differ: do flips split into lost and gained alike in all of them?
     """
 
     task: str
@@ -299,19 +559,58 @@ class TaskComparison:
     mde_pp: float
     primary: bool
     flips: tuple[Flip, ...] = ()
+    bootstrap_low_pp: float = math.nan
+    bootstrap_high_pp: float = math.nan
+    p_above_noise: float = math.nan
+    clusters: int = 0
+    strata: tuple[Stratum, ...] = ()
+    macro_loss_pp: float = math.nan
+    macro_low_pp: float = math.nan
+    macro_high_pp: float = math.nan
+    p_strata_differ: float = math.nan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradedComparison:
+    """Paired comparison of graded scores (F1, a judge's mark) on one (task, filter, metric), in the score's own unit.
+
+    loss = mean(baseline - candidate) over items, positive = worse. low, high: two-sided, upper95: one-sided 95 %, of
+    the bootstrap over items; p_loss, p_two_sided: permutation of the differences' signs. Shown, not gated: a margin in
+    percentage points does not speak of them.
+    """
+
+    task: str
+    filter: str
+    metric: str
+    baseline: str
+    candidate: str
+    n: int
+    baseline_value: float
+    candidate_value: float
+    loss: float
+    low: float
+    high: float
+    upper95: float
+    p_loss: float
+    p_two_sided: float
+    worse: int
+    better: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
     """comparison.json: every candidate against the baseline.
 
-    noise_floor: the A/A arm's discordance, a proportion, per "task|filter".
+    noise_floor: the A/A arm's discordance, a proportion, per "task|filter". notes: what a reader should know of the
+    files (another harness version, metrics that could not be paired).
     """
 
     baseline: str
     noise_arm: str
     tasks: tuple[TaskComparison, ...]
     noise_floor: dict[str, float] = field(default_factory=dict)
+    graded: tuple[GradedComparison, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 # ---- gate ------------------------------------------------------------------------------------------------------------
@@ -319,7 +618,10 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GateCheck:
-    """One judged line. status: "pass", "fail", "inconclusive", "invalid" or "reported" (shown, not gated)."""
+    """One judged line. status: "pass", "fail", "inconclusive", "invalid" or "reported" (shown, not gated).
+
+    tier: "critical", or "supporting": such a check can fail a run, but does not hold back a pass while inconclusive.
+    """
 
     name: str
     arm: str
@@ -328,6 +630,21 @@ class GateCheck:
     value: float = math.nan
     limit: float = math.nan
     unit: str = ""
+    tier: str = "critical"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorEquality:
+    """Are the tensors that an arm leaves unquantized the source's, byte for byte?
+
+    compared: tensors whose bytes were compared; differing, missing: names (of the source's) that differ, or that the
+    arm lacks.
+    """
+
+    arm: str
+    compared: int
+    differing: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -372,7 +689,7 @@ class Manifest:
 def to_json(record: Any) -> str:
     """A record as indented JSON with `schema_version`; NaN and infinities become null / "inf" / "-inf"."""
     payload = {"schema_version": SCHEMA_VERSION, **dataclasses.asdict(record)}
-    return json.dumps(_plain(payload), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(plain(payload), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def from_json(kind: type[T], text: str) -> T:
@@ -430,11 +747,12 @@ def write_bytes(path: Path, data: bytes) -> None:
         ) from error
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Tuples as lists, NaN as None, infinities as "inf" and "-inf": what strict JSON can hold."""
     if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else ("inf" if value > 0 else "-inf")
     return value

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from workbench.comparison import compare_arms
-from workbench.comparison.pair import MAX_FLIPS
+from workbench.comparison.figures import MAX_FLIPS
 from workbench.errors import ComparisonError
 from workbench.records import Evaluation, TaskScore, write_json
 

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from workbench.errors import ConfigError
 from workbench.gating import gate, read_policy, to_junit
-from workbench.gating.gate import judge_loss
 from workbench.records import Comparison, Evaluation, LintFinding, LintReport, TaskComparison, TaskScore
-from workbench.statistics import loss_interval, loss_upper_bound, mcnemar_exact
+from workbench.statistics import judge_loss, loss_interval, loss_upper_bound, mcnemar_exact
 
 POLICY: dict[str, Any] = {
     "name": "smoke",

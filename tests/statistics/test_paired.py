@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workbench.statistics import loss_interval, loss_upper_bound, mcnemar_exact, recovery_interval, wilson_interval
-from workbench.statistics.paired import _nam_blackwelder, _tango
+from workbench.statistics.paired import _nam_blackwelder, score_statistic
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_tango_statistic_is_the_score_at_the_restricted_maximum() -> None:
         bounds = (max(0.0, -loss), (1 - loss) / 2)
         q = minimize_scalar(cost, bounds=bounds, method="bounded", options={"xatol": 1e-13}).x
         expected = (lost - gained - n * loss) / math.sqrt(n * (2 * q + loss - loss * loss))
-        assert float(_tango(lost, gained, n, loss)) == pytest.approx(expected, rel=2e-4)
+        assert float(score_statistic(lost, gained, n, loss)) == pytest.approx(expected, rel=2e-4)
 
 
 def test_recovery_statistic_is_the_score_at_the_restricted_maximum() -> None:

@@ -1,8 +1,14 @@
-"""Reading lm-eval's sample files for pairing: one `Item` per document of a task under a filter."""
+"""Reading lm-eval's sample files for pairing: one `Item` per document of a task under a filter.
+
+Files of other versions are read as well: where a row lacks one of lm-eval's hashes, it is computed as lm-eval does.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +22,13 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One answered document. prompt, document, settings: what must be equal in both arms for the answers to be
-    comparable.
+    """One answered document. prompt, document, target_hash, settings: what must be equal in both arms for the answers
+    to be comparable ("" where the file does not tell). value: 0 or 1 for right and wrong, else the graded score.
+    stratum: subject, "" where the document names none; problem: what a repeated document (avg@k) asks, -1 where it is
+    asked once.
     """
 
-    correct: bool
+    value: float
     prompt: str
     document: str
     target_hash: str
@@ -28,6 +36,12 @@ class Item:
     question: str
     target: str
     answer: str
+    stratum: str = ""
+    problem: int = -1
+
+    @property
+    def correct(self) -> bool:
+        return self.value == 1.0
 
 
 def read_evaluation(run_dir: Path, arm: str) -> Evaluation:
@@ -41,26 +55,26 @@ def read_evaluation(run_dir: Path, arm: str) -> Evaluation:
         raise ComparisonError(f"{path} is not an evaluation: {error}", fix="evaluate this arm again") from error
 
 
-def read_items(run_dir: Path, score: TaskScore) -> dict[Key, Item]:
-    """All documents of one (arm, task, filter). Raises ComparisonError naming file, line or document."""
+def read_items(root: Path, score: TaskScore, *, graded: bool = False) -> dict[Key, Item]:
+    """All documents of one (arm, task, filter). root: what `score.samples` is relative to; graded: any finite score is
+    taken, not only 0 and 1. Raises ComparisonError naming file, line or document.
+    """
     items: dict[Key, Item] = {}
     for name in score.samples.split(";"):
-        path = run_dir / name
+        path = root / name
         if not path.is_file():
             raise ComparisonError(
                 f"arm {score.arm!r}, task {score.task!r}: sample file {path} does not exist",
                 fix="evaluate this arm again",
             )
-        leaf = path.stem.removeprefix("samples_").rpartition("_")[0]
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                row = _parse(line, path, number)
-                if row["filter"] != score.filter:
-                    continue
-                key = (leaf, int(row["doc_id"]))
-                if key in items:
-                    raise ComparisonError(f"{path}, line {number}: document {key[1]} of {leaf} appears twice")
-                items[key] = _item(row, score, path, number)
+        leaf = task_of(path)
+        for number, row in read_rows(path):
+            if row["filter"] != score.filter:
+                continue
+            key = (leaf, int(row["doc_id"]))
+            if key in items:
+                raise ComparisonError(f"{path}, line {number}: document {key[1]} of {leaf} appears twice")
+            items[key] = _item(row, score.metric, graded, f"{path}, line {number}")
     if len(items) != score.n:
         raise ComparisonError(
             f"arm {score.arm!r}, task {score.task!r}, filter {score.filter}: the sample files hold {len(items)} "
@@ -70,34 +84,67 @@ def read_items(run_dir: Path, score: TaskScore) -> dict[Key, Item]:
     return items
 
 
-def _parse(line: str, path: Path, number: int) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-        if not {"doc_id", "filter", "doc_hash", "prompt_hash", "target_hash", "resps", "arguments"} <= set(row):
-            raise ValueError("not a row of lm-eval's sample files")
-        return dict(row)
-    except (ValueError, TypeError) as error:
-        raise ComparisonError(f"{path}, line {number}: {error}", fix="evaluate this arm again") from error
+def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number, row) of a samples_*.jsonl; every row has `filter`. Raises ComparisonError naming file and line."""
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+                if not isinstance(row, dict) or not isinstance(row.get("doc_id"), int) or "resps" not in row:
+                    raise ValueError("not a row of lm-eval's sample files")
+                if "prompt_hash" not in row and not row.get("arguments"):
+                    raise ValueError("neither prompt_hash nor arguments: equal prompts cannot be checked")
+            except (ValueError, TypeError) as error:
+                raise ComparisonError(f"{path}, line {number}: {error}", fix="evaluate this arm again") from error
+            yield number, {"filter": "none", **row}
 
 
-def _item(row: dict[str, Any], score: TaskScore, path: Path, number: int) -> Item:
-    value = row.get(score.metric)
-    if value not in (0, 1):
-        raise ComparisonError(
-            f"{path}, line {number}: {score.metric} is {value!r}, a paired comparison needs right (1) or wrong (0)"
-        )
+def task_of(path: Path) -> str:
+    """`samples_<task>_<ISO time>.jsonl` -> task; the time is lm-eval's, with `-` for `:`."""
+    return path.stem.removeprefix("samples_").rpartition("_")[0]
+
+
+def _item(row: dict[str, Any], metric: str, graded: bool, where: str) -> Item:
+    value: Any = row.get(metric)
+    if graded and not (isinstance(value, (int, float)) and math.isfinite(value)):
+        raise ComparisonError(f"{where}: {metric} is {value!r}, expected a finite score")
+    if not graded and value not in (0, 1):
+        raise ComparisonError(f"{where}: {metric} is {value!r}, a paired comparison needs right (1) or wrong (0)")
     document = row["doc"] if isinstance(row.get("doc"), dict) else {}
-    request = row["arguments"].get("gen_args_0", {})
+    prompt, settings = _request(row.get("arguments"))
+    repeated = "repeat" in document and isinstance(document.get("problem"), int)
     return Item(
-        correct=bool(value),
-        prompt=row["prompt_hash"],
-        document=row["doc_hash"],
-        target_hash=row["target_hash"],
-        settings=json.dumps(request.get("arg_1"), sort_keys=True) if isinstance(request.get("arg_1"), dict) else "",
-        question=_question(document, str(request.get("arg_0", ""))),
+        value=float(value),
+        prompt=str(row.get("prompt_hash") or _hash(prompt)),
+        document=str(row.get("doc_hash") or (_hash_document(row["doc"]) if "doc" in row else "")),
+        target_hash=str(row.get("target_hash") or (_hash(str(row["target"])) if "target" in row else "")),
+        settings=settings,
+        question=_question(document, prompt),
         target=_target(document, str(row.get("target", ""))),
         answer=_answer(row["resps"]),
+        stratum=document["category"] if isinstance(document.get("category"), str) else "",
+        problem=int(document["problem"]) if repeated else -1,
     )
+
+
+def _request(arguments: Any) -> tuple[str, str]:
+    """(prompt, generation settings as JSON, "" for log-likelihoods) of a row's first request."""
+    if isinstance(arguments, dict):
+        first = arguments.get("gen_args_0", {})
+        prompt, second = first.get("arg_0", ""), first.get("arg_1")
+    elif isinstance(arguments, list) and arguments and isinstance(arguments[0], list):  # lm-eval before 0.4.3
+        prompt, second = arguments[0][0], arguments[0][1] if len(arguments[0]) > 1 else None
+    else:
+        return "", ""
+    return str(prompt), json.dumps(second, sort_keys=True) if isinstance(second, dict) else ""
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _hash_document(document: Any) -> str:
+    return _hash(json.dumps(document, indent=2, ensure_ascii=False))
 
 
 def _question(document: dict[str, Any], prompt: str) -> str:
@@ -116,6 +163,7 @@ def _target(document: dict[str, Any], target: str) -> str:
     return target.rpartition("####")[2].strip() if "####" in target else target
 
 
-def _answer(responses: list[Any]) -> str:
-    first = responses[0][0] if responses and responses[0] else ""
+def _answer(responses: Any) -> str:
+    first = responses[0] if isinstance(responses, list) and responses else ""
+    first = first[0] if isinstance(first, list) and first else first
     return first if isinstance(first, str) else json.dumps(first)

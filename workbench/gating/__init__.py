@@ -1,7 +1,23 @@
-"""Policy and records in, verdict and exit code out."""
+"""Policy and records in, verdict and exit code out; JUnit, step summary, history."""
 
 from .gate import EXIT_CODES, gate
+from .history import append_history, read_history, trend_lines
 from .junit import to_junit
 from .policy import Policy, read_policy
+from .step_summary import append_step_summary, to_step_summary
+from .thresholds import import_policy, is_foreign_policy
 
-__all__ = ["EXIT_CODES", "Policy", "gate", "read_policy", "to_junit"]
+__all__ = [
+    "EXIT_CODES",
+    "Policy",
+    "append_history",
+    "append_step_summary",
+    "gate",
+    "import_policy",
+    "is_foreign_policy",
+    "read_history",
+    "read_policy",
+    "to_junit",
+    "to_step_summary",
+    "trend_lines",
+]

@@ -45,7 +45,7 @@ def check_evaluations(
         return [_invalid("evaluation", arm, "no answers were compared with the baseline's.") for arm in rules.gated]
     checks = []
     primary = [task for task in comparison.tasks if task.primary]
-    known = list(dict.fromkeys(task.task for task in comparison.tasks))
+    known = [task for task in dict.fromkeys(task.task for task in primary) if rules.tier(task) != "advisory"]
     for arm in rules.gated:
         judged = [task for task in primary if task.candidate == arm]
         missing = [name for name in known if name not in {task.task for task in judged}]
@@ -58,7 +58,9 @@ def check_evaluations(
         for task in judged:
             if task.n < rules.min_items:
                 reason = f"{task.n} items were scored, the policy asks for {rules.min_items}."
-                checks.append(_invalid(f"items {task.task}", arm, reason, task.n, rules.min_items, "items"))
+                checks.append(
+                    _invalid(f"items {task.task}", arm, reason, task.n, rules.min_items, "items", rules, task.task)
+                )
     for arm, evaluation in evaluations.items():
         if arm == comparison.baseline or arm in rules.gated + rules.reported:
             for score in evaluation.scores:
@@ -81,7 +83,8 @@ def check_room(rules: Policy, comparison: Comparison) -> list[GateCheck]:
         if task.n == 0:
             continue
         chance = rules.chance.get(name, 0.0)
-        low, _ = wilson_interval(task.both + task.lost, task.n)
+        units = task.clusters or task.n  # answers to one problem are no independent evidence
+        low, _ = wilson_interval(round(task.baseline_value * units), units)
         room_pp = 100.0 * (low - chance)
         if room_pp <= rules.margin(name):
             reason = (
@@ -90,19 +93,22 @@ def check_room(rules: Policy, comparison: Comparison) -> list[GateCheck]:
                 f"{rules.margin(name):g} pp."
             )
             checks.append(
-                _invalid(f"room to fall {name}", comparison.baseline, reason, room_pp, rules.margin(name), "pp")
+                _invalid(
+                    f"room to fall {name}", comparison.baseline, reason, room_pp, rules.margin(name), "pp", rules, name
+                )
             )
     return checks
 
 
 def _check_answers(rules: Policy, baseline: str, arm: str, score: TaskScore) -> list[GateCheck]:
-    """Empty and cut answers are usually the server's or the harness's doing; more than the policy allows is not
+    """Empty, cut and failed answers are usually the server's or the harness's doing; more than the policy allows is not
     passed over.
     """
     checks = []
     for what, count, limit in (
         ("empty", score.empty, rules.max_empty_share),
         ("truncated", score.truncated, rules.max_truncated_share),
+        ("failed", score.failed, rules.max_failed_share),
     ):
         if limit is None or count < 0 or score.n == 0 or count <= limit * score.n:
             continue
@@ -116,19 +122,35 @@ def _check_answers(rules: Policy, baseline: str, arm: str, score: TaskScore) -> 
             GateCheck(
                 name=f"{what} answers {score.task}",
                 arm=arm,
-                status=status,
+                status=rules.weigh(status, score.task),
                 reason=reason,
                 value=100.0 * share,
                 limit=100.0 * limit,
                 unit="%",
+                tier=rules.tier(score.task),
             )
         )
     return checks
 
 
 def _invalid(
-    name: str, arm: str, reason: str, value: float = float("nan"), limit: float = float("nan"), unit: str = ""
+    name: str,
+    arm: str,
+    reason: str,
+    value: float = float("nan"),
+    limit: float = float("nan"),
+    unit: str = "",
+    rules: Policy | None = None,
+    task: str = "",
 ) -> GateCheck:
+    """A check that found the evidence wanting. rules, task: where it is about one task, whose tier then counts."""
     return GateCheck(
-        name=name, arm=arm, status="invalid", reason=reason, value=float(value), limit=float(limit), unit=unit
+        name=name,
+        arm=arm,
+        status=rules.weigh("invalid", task) if rules else "invalid",
+        reason=reason,
+        value=float(value),
+        limit=float(limit),
+        unit=unit,
+        tier=rules.tier(task) if rules else "critical",
     )

@@ -3,21 +3,18 @@
     verdict = gate(policy, comparison=comparison, lint=reports, tensors=frame, evaluations=evaluations)
     sys.exit(verdict.exit_code)
 
-The rule for the answers, for every gated arm and every task's primary filter, with its margin in percentage points
-(pp):
+The rule for the answers is `workbench.statistics.judge_loss`, on every gated arm and every task's primary filter with
+its margin in percentage points (pp): pass where the data exclude a loss of the margin, fail where a loss is significant
+and above it, else inconclusive.
 
-- **pass**: the one-sided 95 % upper bound of the loss is below the margin. (No loss shown is not enough: the data
-  must exclude one.)
-- **fail**: the loss is significantly above zero (exact one-sided McNemar, 5 %) *and* as large as observed above the
-  margin.
-- **inconclusive**: anything else. More items would decide.
-
-All gated checks must pass for "pass". So an arm that truly loses the margin on any one task passes in at most 5 % of
-runs, however many tasks there are, and no correction for several tests is needed on that side. Beside the answers
-stand the weights (a matrix that lost its meaning fails the run, also where few items cannot see it) and the evidence
-(lint errors, missing or empty evaluations, a baseline with no room to fall: "invalid", since such a run shows nothing
-either way). Invalid outranks regression outranks inconclusive outranks pass. Exit codes: 0 pass, 1 regression, 2
-inconclusive or invalid.
+All critical checks must pass for "pass". So an arm that truly loses the margin on any one task passes in at most 5 % of
+runs, however many tasks there are, and no correction for several tests is needed on that side; on the other, Holm's
+keeps a lossless arm's chance to fail at 5 %. A supporting check can fail a run but leaves a pass standing while it is
+inconclusive; an advisory one is only reported. Beside the answers stand the weights (a matrix that lost its meaning
+fails the run, also where few items cannot see it), serving costs, fixed thresholds, a committed baseline, and the
+evidence (lint errors, missing or empty evaluations, a baseline with no room to fall: "invalid", since such a run shows
+nothing either way). Invalid outranks regression outranks inconclusive outranks pass. Exit codes: 0 pass, 1 regression,
+2 inconclusive or invalid.
 """
 
 from __future__ import annotations
@@ -25,13 +22,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from workbench.gating.answers import check_answers, check_since_baseline
 from workbench.gating.evidence import check_evaluations, check_lint, check_room
 from workbench.gating.policy import Policy, read_policy
-from workbench.gating.weights import check_weights
-from workbench.records import Comparison, Evaluation, GateCheck, LintReport, TaskComparison, Verdict
+from workbench.gating.serving import check_serving
+from workbench.gating.thresholds import check_thresholds
+from workbench.gating.weights import check_equality, check_weights
+from workbench.records import Comparison, Evaluation, GateCheck, LintReport, ServerRecord, TensorEquality, Verdict
 
 EXIT_CODES = {"pass": 0, "regression": 1, "inconclusive": 2, "invalid": 2, "failed": 3}
-ALPHA = 0.05
 _STATUS_OF_CHECK = (("invalid", "invalid"), ("fail", "regression"), ("inconclusive", "inconclusive"))
 
 
@@ -42,21 +41,32 @@ def gate(
     lint: Mapping[str, LintReport] | None = None,
     tensors: Any = None,
     evaluations: Mapping[str, Evaluation] | None = None,
+    servers: Mapping[str, ServerRecord] | None = None,
+    equality: Mapping[str, TensorEquality] | None = None,
+    since: Comparison | None = None,
 ) -> Verdict:
     """Judge a run. tensors: rows of tensors.parquet (mappings with the keys of `TensorRecord`, or a DataFrame).
 
-    comparison None: no answers were compared (a run that stopped at a lint error); then nothing can pass.
-    evaluations: of all arms, for counts of empty and cut answers. Raises ConfigError for a policy that is not
-    understood.
+    comparison None: no answers were compared (a run that stopped at a lint error); then nothing can pass. evaluations,
+    servers, equality: by arm, as far as there are any. since: the run's arms against themselves in the committed
+    baseline. Raises ConfigError for a policy that is not understood.
     """
     rules = policy if isinstance(policy, Policy) else read_policy(policy)
+    evaluations = evaluations or {}
+    baseline = comparison.baseline if comparison is not None else ""
     checks: list[GateCheck] = []
     checks += check_lint(rules, lint or {})
     checks += check_weights(rules, _rows(tensors))
-    checks += check_evaluations(rules, comparison, evaluations or {})
-    if comparison is not None:
-        checks += check_room(rules, comparison)
-        checks += [_judge(rules, task) for task in comparison.tasks if task.candidate in rules.gated + rules.reported]
+    checks += check_equality(rules, equality or {})
+    checks += check_thresholds(rules, evaluations)
+    if rules.margin_pp:
+        checks += check_evaluations(rules, comparison, evaluations)
+        if comparison is not None:
+            checks += check_room(rules, comparison)
+            checks += check_answers(rules, comparison)
+        if since is not None:
+            checks += check_since_baseline(rules, since, baseline)
+    checks += check_serving(rules, baseline, servers or {}, evaluations)
     status = _overall(checks)
     return Verdict(
         status=status,
@@ -68,50 +78,12 @@ def gate(
     )
 
 
-def judge_loss(*, loss_pp: float, loss_upper95_pp: float, p_loss: float, margin_pp: float) -> str:
-    """ "pass", "fail" or "inconclusive": the rule of the module docstring, on figures in percentage points."""
-    if loss_upper95_pp < margin_pp:
-        return "pass"
-    if p_loss < ALPHA and loss_pp > margin_pp:
-        return "fail"
-    return "inconclusive"
-
-
-def _judge(rules: Policy, task: TaskComparison) -> GateCheck:
-    margin = rules.margin(task.task)
-    gated = task.candidate in rules.gated and task.primary
-    status = judge_loss(
-        loss_pp=task.loss_pp, loss_upper95_pp=task.loss_upper95_pp, p_loss=task.p_loss, margin_pp=margin
-    )
-    return GateCheck(
-        name=f"accuracy {task.task} {task.filter}",
-        arm=task.candidate,
-        status=status if gated else "reported",
-        reason=_accuracy_reason(task, margin, status),
-        value=task.loss_upper95_pp,
-        limit=margin,
-        unit="pp",
-    )
-
-
-def _accuracy_reason(task: TaskComparison, margin: float, status: str) -> str:
-    figures = (
-        f"{task.baseline} {100 * task.baseline_value:.1f} %, {task.candidate} {100 * task.candidate_value:.1f} % of "
-        f"{task.n} items ({task.lost} lost, {task.gained} gained): loss {task.loss_pp:.2f} pp, 95 % upper bound "
-        f"{task.loss_upper95_pp:.2f} pp, margin {margin:g} pp, p(no loss) = {task.p_loss:.2g}"
-    )
-    if status == "pass":
-        return f"{figures}. A loss of {margin:g} pp or more is excluded."
-    if status == "fail":
-        return f"{figures}. The loss is significant and above the margin."
-    return (
-        f"{figures}. The data neither exclude a loss of {margin:g} pp nor show one; "
-        f"with {task.n} items a loss of {task.mde_pp:.2f} pp is found in 80 % of runs."
-    )
+def _counts(check: GateCheck) -> bool:
+    return not (check.tier == "supporting" and check.status == "inconclusive")
 
 
 def _overall(checks: Iterable[GateCheck]) -> str:
-    found = {check.status for check in checks}
+    found = {check.status for check in checks if _counts(check)}
     for check_status, status in _STATUS_OF_CHECK:
         if check_status in found:
             return status
@@ -120,20 +92,30 @@ def _overall(checks: Iterable[GateCheck]) -> str:
 
 def _headline(status: str, rules: Policy, checks: list[GateCheck]) -> str:
     if status == "pass":
-        judged = [check for check in checks if check.status == "pass" and check.name.startswith("accuracy ")]
-        worst = max(judged, key=lambda check: check.value - check.limit)
-        return (
-            f"Pass: {', '.join(rules.gated)} lose less than the margin on every task "
-            f"(closest: {worst.arm} on {worst.name.split()[1]}, at most {worst.value:.2f} of {worst.limit:g} pp)."
-        )
+        return _passing(rules, checks)
     wanted = {"regression": "fail"}.get(status, status)
-    causes = [check for check in checks if check.status == wanted]
+    causes = [check for check in checks if check.status == wanted and _counts(check)]
     word = {"regression": "Regression", "inconclusive": "Inconclusive", "invalid": "Invalid"}[status]
     if not causes:
         return f"{word}: nothing was judged."
     more = f" (and {len(causes) - 1} more)" if len(causes) > 1 else ""
     about = f"{causes[0].arm}: " if causes[0].arm else ""
     return f"{word}: {about}{causes[0].name}{more}. {causes[0].reason}"
+
+
+def _passing(rules: Policy, checks: list[GateCheck]) -> str:
+    judged = [check for check in checks if check.status == "pass" and check.name.startswith("accuracy ")]
+    arms = ", ".join(rules.gated)
+    if not judged:
+        return f"Pass: {arms} pass every check of the policy."
+    undecided = sum(not _counts(check) for check in checks)
+    aside = f"; {undecided} supporting checks are undecided" if undecided else ""
+    every = "every critical task" if undecided else "every task"
+    worst = max(judged, key=lambda check: check.value - check.limit)
+    return (
+        f"Pass: {arms} lose less than the margin on {every} "
+        f"(closest: {worst.arm} on {worst.name.split()[1]}, at most {worst.value:.2f} of {worst.limit:g} pp){aside}."
+    )
 
 
 def _rows(tensors: Any) -> list[Mapping[str, Any]]:

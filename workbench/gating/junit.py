@@ -1,7 +1,8 @@
 """A verdict as JUnit XML, one test case a check, for the test views of CI systems.
 
 A failed check is a `failure`; invalid and inconclusive ones are `error`s, since a gate that did not pass must not
-look green; a reported one is `skipped`. Reasons are also in `system-out`, so that passing cases show their figures.
+look green; a reported one is `skipped`, and so is an undecided one of the supporting tier. Reasons are also in
+`system-out`, so that passing cases show their figures.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ def to_junit(verdict: Verdict) -> str:
     checks = verdict.checks or (
         GateCheck(name="verdict", arm="", status=_CHECK_STATUS[verdict.status], reason=verdict.headline),
     )
-    count = {tag: sum(_TAG.get(check.status) == tag for check in checks) for tag in ("failure", "error", "skipped")}
+    count = {tag: sum(_tag(check) == tag for check in checks) for tag in ("failure", "error", "skipped")}
     totals = {
         "tests": str(len(checks)),
         "failures": str(count["failure"]),
@@ -37,7 +38,7 @@ def to_junit(verdict: Verdict) -> str:
         case = ElementTree.SubElement(
             suite, "testcase", {"classname": f"gate.{check.arm or 'run'}", "name": _clean(check.name), "time": "0"}
         )
-        tag = _TAG.get(check.status)
+        tag = _tag(check)
         if tag is not None:
             found = ElementTree.SubElement(case, tag, {"message": _clean(f"{check.status}: {check.reason}")})
             if tag != "skipped":
@@ -45,6 +46,11 @@ def to_junit(verdict: Verdict) -> str:
         ElementTree.SubElement(case, "system-out").text = _clean(check.reason)
     ElementTree.indent(root)
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
+
+
+def _tag(check: GateCheck) -> str | None:
+    undecided = check.tier == "supporting" and check.status == "inconclusive"
+    return "skipped" if undecided else _TAG.get(check.status)
 
 
 _TAG = {"fail": "failure", "invalid": "error", "inconclusive": "error", "reported": "skipped"}

@@ -3,11 +3,17 @@
     name: smoke
     note: few items and a wide margin; it finds broken arms, not small losses
     margin_pp: {default: 10.0, gsm8k_mini: 10.0}   # percentage points, per task; or one number for all
+    correction: holm                               # over an arm's tasks, for "fail"; or none
+    tiers: {default: critical, mmlu: supporting, serving: advisory}    # tasks, and the words weights and serving
     gated: [nvfp4, nvfp4_to_mxfp4]                 # the verdict is about these arms
     reported: [mxfp4_direct]                       # shown with the same figures, never part of the verdict
     lint: {allow: [input_scale_missing]}           # ids of lint checks whose errors are accepted
-    weights: {min_sqnr_db: 10.0, max_below_median_db: 6.0}    # every matrix against the source; null = unchecked
-    evidence: {chance: {mmlu_pro_mini: 0.1}, max_empty_share: 0.05, max_truncated_share: 0.1, min_items: 1}
+    weights: {min_sqnr_db: 10.0, max_below_median_db: 6.0, min_correlation: 0.95, max_error_correlation: 0.3,
+              equal_bytes: true}                   # every matrix against the source; null = unchecked
+    serving: {max_ratio: {load_s: 2.0, weight_bytes: 0.4}, max: {ready_s: 300}}    # of the baseline arm's, absolute
+    thresholds: [{task: gsm8k, filter: strict-match, value: 0.95, tolerance: 0.02}]  # fixed accuracies, unpaired
+    evidence: {chance: {mmlu_pro_mini: 0.1}, max_empty_share: 0.05, max_truncated_share: 0.1, max_failed_share: 0.0,
+               min_items: 1}
 
 An unknown key is an error: a policy with a typo would gate something else than its author believes.
 """
@@ -22,35 +28,86 @@ from typing import Any
 
 from workbench.errors import ConfigError
 
+CORRECTIONS = ("holm", "none")
+TIERS = ("critical", "supporting", "advisory")
+SERVING_KEYS = ("ready_s", "load_s", "peak_rss_bytes", "weight_bytes", "evaluation_s")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Threshold:
+    """A fixed accuracy: `value` less `tolerance` is the least that passes. Proportions. filter "": the primary one."""
+
+    task: str
+    value: float
+    tolerance: float = 0.0
+    filter: str = ""
+
+    @property
+    def limit(self) -> float:
+        return self.value - self.tolerance
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """A checked policy. Margins in percentage points, shares as proportions, SQNR in dB; None = not checked."""
+    """A checked policy. Margins in percentage points, shares as proportions, SQNR in dB; None = not checked.
+
+    margin_pp empty: no paired comparison is judged (a policy of thresholds alone). serving_ratio: largest ratio to the
+    baseline arm's figure, serving_max: largest figure, by name (s or bytes).
+    """
 
     name: str
     gated: tuple[str, ...]
     margin_pp: dict[str, float]
     note: str = ""
     reported: tuple[str, ...] = ()
+    correction: str = "holm"
+    tiers: dict[str, str] = field(default_factory=dict)
     lint_allow: tuple[str, ...] = ()
     min_sqnr_db: float | None = None
     max_below_median_db: float | None = None
+    min_correlation: float | None = None
+    max_error_correlation: float | None = None
+    equal_bytes: bool = False
+    serving_ratio: dict[str, float] = field(default_factory=dict)
+    serving_max: dict[str, float] = field(default_factory=dict)
+    thresholds: tuple[Threshold, ...] = ()
     chance: dict[str, float] = field(default_factory=dict)
     max_empty_share: float | None = None
     max_truncated_share: float | None = None
+    max_failed_share: float | None = None
     min_items: int = 1
 
     def margin(self, task: str) -> float:
         """The margin of a task in percentage points."""
         return self.margin_pp.get(task, self.margin_pp["default"])
 
+    def tier(self, name: str) -> str:
+        """The tier of a task, of "weights" or of "serving"."""
+        return self.tiers.get(name, self.tiers.get("default", "critical"))
+
+    def weigh(self, status: str, name: str) -> str:
+        """What a status counts for in a tier: an advisory check is only reported, and faulty evidence of a supporting
+        one leaves it open instead of making the run invalid.
+        """
+        tier = self.tier(name)
+        if tier == "advisory":
+            return "reported"
+        return "inconclusive" if tier == "supporting" and status == "invalid" else status
+
 
 def read_policy(settings: Mapping[str, Any]) -> Policy:
     """Check a policy mapping. Raises ConfigError naming the key, what was found and what is known."""
-    _known(settings, ("name", "note", "margin_pp", "gated", "reported", "lint", "weights", "evidence"), "gate")
+    known = "name note margin_pp correction tiers gated reported lint weights serving thresholds evidence"
+    _known(settings, tuple(known.split()), "gate")
     lint = _section(settings, "lint", ("allow",))
-    weights = _section(settings, "weights", ("min_sqnr_db", "max_below_median_db"))
-    evidence = _section(settings, "evidence", ("chance", "max_empty_share", "max_truncated_share", "min_items"))
+    weights = _section(
+        settings,
+        "weights",
+        ("min_sqnr_db", "max_below_median_db", "min_correlation", "max_error_correlation", "equal_bytes"),
+    )
+    serving = _section(settings, "serving", ("max_ratio", "max"))
+    shares = ("max_empty_share", "max_truncated_share", "max_failed_share")
+    evidence = _section(settings, "evidence", ("chance", "min_items", *shares))
     gated = _names(settings.get("gated"), "gate.gated")
     reported = _names(settings.get("reported"), "gate.reported")
     if not gated:
@@ -63,18 +120,33 @@ def read_policy(settings: Mapping[str, Any]) -> Policy:
     min_items = evidence.get("min_items", 1)
     if isinstance(min_items, bool) or not isinstance(min_items, int) or min_items < 1:
         raise ConfigError(f"gate.evidence.min_items={min_items!r}", fix="a whole number of at least 1")
+    equal_bytes = weights.get("equal_bytes") or False
+    if not isinstance(equal_bytes, bool):
+        raise ConfigError(f"gate.weights.equal_bytes={equal_bytes!r}", fix="true or false")
+    thresholds = _thresholds(settings.get("thresholds"))
     return Policy(
         name=str(settings.get("name") or "unnamed"),
         note=str(settings.get("note") or ""),
         gated=gated,
         reported=reported,
-        margin_pp=_margins(settings.get("margin_pp")),
+        margin_pp={} if thresholds and settings.get("margin_pp") is None else _margins(settings.get("margin_pp")),
+        correction=_choice(settings.get("correction", "holm"), CORRECTIONS, "gate.correction"),
+        tiers=_tiers(settings.get("tiers")),
         lint_allow=_names(lint.get("allow"), "gate.lint.allow"),
         min_sqnr_db=_number(weights.get("min_sqnr_db"), "gate.weights.min_sqnr_db"),
         max_below_median_db=_number(weights.get("max_below_median_db"), "gate.weights.max_below_median_db", low=0.0),
+        min_correlation=_number(weights.get("min_correlation"), "gate.weights.min_correlation", -1.0, 1.0),
+        max_error_correlation=_number(
+            weights.get("max_error_correlation"), "gate.weights.max_error_correlation", 0.0, 1.0
+        ),
+        equal_bytes=equal_bytes,
+        serving_ratio=_limits(serving.get("max_ratio"), "gate.serving.max_ratio"),
+        serving_max=_limits(serving.get("max"), "gate.serving.max"),
+        thresholds=thresholds,
         chance=_chances(evidence.get("chance")),
         max_empty_share=_number(evidence.get("max_empty_share"), "gate.evidence.max_empty_share", 0.0, 1.0),
         max_truncated_share=_number(evidence.get("max_truncated_share"), "gate.evidence.max_truncated_share", 0.0, 1.0),
+        max_failed_share=_number(evidence.get("max_failed_share"), "gate.evidence.max_failed_share", 0.0, 1.0),
         min_items=min_items,
     )
 
@@ -113,6 +185,20 @@ def _number(value: Any, where: str, low: float = -math.inf, high: float = math.i
     return float(value)
 
 
+def _choice(value: Any, known: tuple[str, ...], where: str) -> str:
+    if value not in known:
+        raise ConfigError(f"{where}={value!r}", fix=f"choose one of: {', '.join(known)}")
+    return str(value)
+
+
+def _tiers(value: Any) -> dict[str, str]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"gate.tiers={value!r}", fix="a mapping of task names (and default) to tiers")
+    return {str(name): _choice(tier, TIERS, f"gate.tiers.{name}") for name, tier in value.items()}
+
+
 def _margins(value: Any) -> dict[str, float]:
     fix = "percentage points above 0: one number, or a mapping with `default` and task names"
     if isinstance(value, Mapping):
@@ -125,6 +211,36 @@ def _margins(value: Any) -> dict[str, float]:
         if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0.0 < margin <= 100.0:
             raise ConfigError(f"gate.margin_pp ({task}) is {margin!r}", fix=fix)
     return {str(task): float(margin) for task, margin in margins.items()}
+
+
+def _limits(value: Any, where: str) -> dict[str, float]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where}={value!r}", fix=f"a mapping of {', '.join(SERVING_KEYS)} to numbers above 0")
+    _known(value, SERVING_KEYS, where)
+    found = {str(key): _number(limit, f"{where}.{key}", 0.0) for key, limit in value.items()}
+    return {key: limit for key, limit in found.items() if limit is not None}
+
+
+def _thresholds(value: Any) -> tuple[Threshold, ...]:
+    fix = "a list of {task: NAME, value: ACCURACY, tolerance: PROPORTION, filter: NAME}"
+    if value is None:
+        return ()
+    if isinstance(value, (str, Mapping)) or not all(isinstance(item, Mapping) for item in value):
+        raise ConfigError(f"gate.thresholds={value!r}", fix=fix)
+    found = []
+    for place, item in enumerate(value):
+        where = f"gate.thresholds[{place}]"
+        _known(item, ("task", "value", "tolerance", "filter"), where)
+        accuracy = _number(item.get("value"), f"{where}.value", 0.0, 1.0)
+        if not isinstance(item.get("task"), str) or accuracy is None:
+            raise ConfigError(f"{where} lacks a task or a value", fix=fix)
+        tolerance = _number(item.get("tolerance", 0.0), f"{where}.tolerance", 0.0, 1.0) or 0.0
+        found.append(
+            Threshold(task=item["task"], value=accuracy, tolerance=tolerance, filter=str(item.get("filter") or ""))
+        )
+    return tuple(found)
 
 
 def _chances(value: Any) -> dict[str, float]:

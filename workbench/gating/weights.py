@@ -2,97 +2,191 @@
 
 A four-bit format holds ordinary weights at 15 to 21 dB. A global scale off by a factor of two, swapped nibbles or a
 zeroed expert leave a matrix near 0 dB or below; in a model of hundreds of experts a short evaluation may miss it. An
-optional second check compares each matrix with the median of its arm.
+optional second check compares each matrix with the median of its arm; two more look at correlations: of an arm's
+weights with the source's, and of the two errors of a double quantization. Tensors that are not quantized can be
+required to be the source's byte for byte.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from workbench.gating.policy import Policy
-from workbench.records import GateCheck
+from workbench.records import GateCheck, TensorEquality
 
-# For a row of tensors.parquet: which arm's weights a column speaks of.
-_COLUMNS = (("first_arm", "sqnr_first_db"), ("second_arm", "sqnr_total_db"))
 NAMED = 3
 """Tensors named in a reason; the rest are counted."""
+Row = Mapping[str, Any]
 
 
-def check_weights(rules: Policy, rows: list[Mapping[str, Any]]) -> list[GateCheck]:
-    """One check for each gated or reported arm that has rows; none where the policy sets no limit."""
-    if rules.min_sqnr_db is None and rules.max_below_median_db is None:
-        return []
-    found = _sqnr_by_arm(rows)
+def check_weights(rules: Policy, rows: list[Row]) -> list[GateCheck]:
+    """One check for each limit of the policy and each gated or reported arm that has rows."""
     checks = []
+    sqnr = _by_arm(
+        rows, {"first_arm": lambda row: row["sqnr_first_db"], "second_arm": lambda row: row["sqnr_total_db"]}
+    )
+    correlation = _by_arm(rows, {"first_arm": _correlation_first, "second_arm": _correlation_second})
+    errors = _by_arm(rows, {"second_arm": lambda row: row.get("corr_e1_e2")}, worst=_largest_magnitude)
     for arm in (*rules.gated, *rules.reported):
-        values = found.get(arm)
-        if values:
-            checks += _check_arm(rules, arm, values)
+        if rules.min_sqnr_db is not None and arm in sqnr:
+            checks.append(_at_least(rules, "weights sqnr", arm, sqnr[arm], rules.min_sqnr_db, "dB", "SQNR"))
+        if rules.max_below_median_db is not None and arm in sqnr:
+            checks += _outliers(rules, arm, sqnr[arm], rules.max_below_median_db)
+        if rules.min_correlation is not None and arm in correlation:
+            least = rules.min_correlation
+            checks.append(_at_least(rules, "weights correlation", arm, correlation[arm], least, "", "correlation"))
+        if rules.max_error_correlation is not None and arm in errors:
+            checks.append(_error_correlation(rules, arm, errors[arm], rules.max_error_correlation))
     return checks
 
 
-def _sqnr_by_arm(rows: list[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """arm -> tensor name -> SQNR against the source in dB; the lowest, if several rows speak of one tensor."""
+def check_equality(rules: Policy, equality: Mapping[str, TensorEquality]) -> list[GateCheck]:
+    """Unquantized tensors against the source's bytes; an arm without a comparison is invalid, not passed over."""
+    if not rules.equal_bytes:
+        return []
+    checks = []
+    for arm in (*rules.gated, *rules.reported):
+        found = equality.get(arm)
+        bad: tuple[str, ...] = ()
+        if found is None or found.compared + len(found.missing) == 0:
+            status, reason = "invalid", "no tensor was compared with the source's bytes."
+        else:
+            bad = (*found.differing, *found.missing)
+            status = "fail" if bad else "pass"
+            reason = (
+                f"{len(found.differing)} of {found.compared} unquantized tensors differ from the source's, "
+                f"{len(found.missing)} are missing: {_listed(list(bad))}."
+                if bad
+                else f"all {found.compared} unquantized tensors are the source's, byte for byte."
+            )
+        checks.append(_check(rules, "weights equal bytes", arm, status, reason, float(len(bad)), 0.0, "tensors"))
+    return checks
+
+
+def _largest_magnitude(a: float, b: float) -> float:
+    return a if math.isnan(b) or abs(a) >= abs(b) else b
+
+
+def _lowest(a: float, b: float) -> float:
+    """The lower one; NaN is lowest: it says that the matrix is broken."""
+    return a if math.isnan(a) or a <= b else b
+
+
+def _by_arm(
+    rows: list[Row],
+    columns: Mapping[str, Callable[[Row], float | None]],
+    worst: Callable[[float, float], float] = _lowest,
+) -> dict[str, dict[str, float]]:
+    """arm -> tensor name -> its figure; the worst, if several rows speak of one tensor. columns: which arm's weights a
+    figure speaks of.
+    """
     found: dict[str, dict[str, float]] = {}
     for row in rows:
-        for arm_column, value_column in _COLUMNS:
-            arm, value = row.get(arm_column), row.get(value_column)
+        for arm_column, figure in columns.items():
+            arm = row.get(arm_column)
             if not arm or arm == row.get("source_arm"):
                 continue
-            sqnr = math.nan if value is None else float(value)
+            value = figure(row)
+            number = math.nan if value is None else float(value)
             of_arm = found.setdefault(str(arm), {})
-            known = of_arm.get(row["name"])
-            if known is None or math.isnan(sqnr) or sqnr < known:
-                of_arm[row["name"]] = sqnr
+            of_arm[row["name"]] = worst(of_arm[row["name"]], number) if row["name"] in of_arm else number
     return found
 
 
-def _check_arm(rules: Policy, arm: str, values: dict[str, float]) -> list[GateCheck]:
-    gated = arm in rules.gated
+def _correlation_first(row: Row) -> float | None:
+    """Correlation of a = w + e1 with w, from the powers and corr(e1, w). Means are taken as 0, as weights' are."""
+    w, e, corr = row.get("power_source"), row.get("power_e1"), row.get("corr_e1_w")
+    if w is None or e is None or not w > 0.0:
+        return None
+    cross = (corr if corr is not None and not math.isnan(corr) else 0.0) * math.sqrt(w * e)
+    return _ratio(w + cross, w * (w + 2.0 * cross + e))
+
+
+def _correlation_second(row: Row) -> float | None:
+    """<w, b> / (|w| |b|) from gain = <w, b> / <w, w> and the power of b - w."""
+    w, e, gain = row.get("power_source"), row.get("power_total"), row.get("gain_total")
+    if w is None or e is None or gain is None or not w > 0.0:
+        return None
+    return _ratio(gain * w, w * (w * (2.0 * gain - 1.0) + e))
+
+
+def _ratio(product: float, squares: float) -> float:
+    return product / math.sqrt(squares) if squares > 0.0 else math.nan
+
+
+def _at_least(
+    rules: Policy, name: str, arm: str, values: dict[str, float], least: float, unit: str, what: str
+) -> GateCheck:
     finite = [value for value in values.values() if math.isfinite(value)]
     median = statistics.median(finite) if finite else math.nan
     lowest = min(-math.inf if math.isnan(value) else value for value in values.values())
-    checks = []
-    if rules.min_sqnr_db is not None:
-        bad = {name: value for name, value in values.items() if not value >= rules.min_sqnr_db}
-        if bad:
-            reason = (
-                f"{len(bad)} of {len(values)} matrices are below {rules.min_sqnr_db:g} dB SQNR against the source: "
-                f"{_name(bad)}. The arm's median is {median:.1f} dB."
-            )
-        else:
-            reason = (
-                f"all {len(values)} matrices are at {rules.min_sqnr_db:g} dB SQNR or better (lowest {lowest:.1f} dB)."
-            )
-        checks.append(_check("weights sqnr", arm, bad, gated, reason, lowest, rules.min_sqnr_db))
-    if rules.max_below_median_db is not None and math.isfinite(median):
-        limit = median - rules.max_below_median_db
-        bad = {name: value for name, value in values.items() if not value >= limit}
-        if bad:
-            reason = (
-                f"{len(bad)} of {len(values)} matrices are more than {rules.max_below_median_db:g} dB below the arm's "
-                f"median of {median:.1f} dB: {_name(bad)}."
-            )
-        else:
-            reason = (
-                f"no matrix is more than {rules.max_below_median_db:g} dB below the arm's median of {median:.1f} dB."
-            )
-        checks.append(_check("weights outlier", arm, bad, gated, reason, lowest, limit))
-    return checks
+    bad = {tensor: value for tensor, value in values.items() if not value >= least}
+    space = f" {unit}" if unit else ""
+    digits = ".1f" if unit == "dB" else ".4f"
+    if bad:
+        reason = (
+            f"{len(bad)} of {len(values)} matrices are below {least:g}{space} {what} against the source: "
+            f"{_worst_first(bad, digits, space)}. The arm's median is {median:{digits}}{space}."
+        )
+    else:
+        reason = (
+            f"all {len(values)} matrices are at {least:g}{space} {what} or better (lowest {lowest:{digits}}{space})."
+        )
+    return _check(rules, name, arm, "fail" if bad else "pass", reason, lowest, least, unit)
+
+
+def _outliers(rules: Policy, arm: str, values: dict[str, float], distance: float) -> list[GateCheck]:
+    finite = [value for value in values.values() if math.isfinite(value)]
+    if not finite:
+        return []
+    median = statistics.median(finite)
+    limit = median - distance
+    lowest = min(-math.inf if math.isnan(value) else value for value in values.values())
+    bad = {name: value for name, value in values.items() if not value >= limit}
+    what = f"more than {distance:g} dB below the arm's median of {median:.1f} dB"
+    if bad:
+        reason = f"{len(bad)} of {len(values)} matrices are {what}: {_worst_first(bad, '.1f', ' dB')}."
+    else:
+        reason = f"no matrix is {what}."
+    return [_check(rules, "weights outlier", arm, "fail" if bad else "pass", reason, lowest, limit, "dB")]
+
+
+def _error_correlation(rules: Policy, arm: str, values: dict[str, float], most: float) -> GateCheck:
+    """corr(e1, e2) is undefined where one error is zero: such a matrix cannot exceed the limit."""
+    bad = {name: value for name, value in values.items() if abs(value) > most}
+    defined = [value for value in values.values() if not math.isnan(value)]
+    largest = max(defined, key=abs) if defined else math.nan
+    if bad:
+        named = _worst_first({name: -abs(value) for name, value in bad.items()}, ".3f", "").replace("(-", "(")
+        reason = f"{len(bad)} of {len(values)} matrices have |corr(e1, e2)| above {most:g}: {named}."
+    else:
+        reason = f"no matrix of {len(values)} has |corr(e1, e2)| above {most:g} (largest {largest:+.3f})."
+    return _check(rules, "weights error correlation", arm, "fail" if bad else "pass", reason, largest, most, "")
 
 
 def _check(
-    name: str, arm: str, bad: dict[str, float], gated: bool, reason: str, lowest: float, limit: float
+    rules: Policy, name: str, arm: str, status: str, reason: str, value: float, limit: float, unit: str
 ) -> GateCheck:
-    status = ("fail" if bad else "pass") if gated else "reported"
-    return GateCheck(name=name, arm=arm, status=status, reason=reason, value=lowest, limit=limit, unit="dB")
+    return GateCheck(
+        name=name,
+        arm=arm,
+        status=rules.weigh(status, "weights") if arm in rules.gated else "reported",
+        reason=reason,
+        value=value,
+        limit=limit,
+        unit=unit,
+        tier=rules.tier("weights"),
+    )
 
 
-def _name(bad: dict[str, float]) -> str:
+def _worst_first(bad: dict[str, float], digits: str, space: str) -> str:
     """The worst few by name and value; a NaN is worst."""
     order = sorted(bad.items(), key=lambda item: -math.inf if math.isnan(item[1]) else item[1])
-    listed = ", ".join(f"{name} ({value:.1f} dB)" for name, value in order[:NAMED])
-    return listed + (f" and {len(order) - NAMED} more" if len(order) > NAMED else "")
+    return _listed([f"{name} ({value:{digits}}{space})" for name, value in order])
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")

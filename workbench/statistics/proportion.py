@@ -1,4 +1,4 @@
-"""The interval of one proportion."""
+"""Intervals of one proportion."""
 
 from __future__ import annotations
 
@@ -15,3 +15,14 @@ def wilson_interval(successes: int, n: int, confidence: float = 0.95) -> tuple[f
         raise ValueError(f"{successes} successes of {n}")
     interval = binomtest(successes, n).proportion_ci(confidence_level=confidence, method="wilson")
     return float(interval.low), float(interval.high)
+
+
+def accuracy_bounds(successes: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Exact one-sided bounds (Clopper and Pearson 1934), a lower and an upper, each at `confidence`."""
+    from scipy.stats import binomtest
+
+    if not 0 <= successes <= n or n < 1:
+        raise ValueError(f"{successes} successes of {n}")
+    low = binomtest(successes, n, alternative="greater").proportion_ci(confidence_level=confidence, method="exact").low
+    high = binomtest(successes, n, alternative="less").proportion_ci(confidence_level=confidence, method="exact").high
+    return float(low), float(high)
