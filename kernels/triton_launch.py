@@ -1,0 +1,64 @@
+"""What every Triton launch needs: checked shapes, flat contiguous tensors, and one global scale a block.
+
+g, per_global = global_per_block(global_scale, scales.shape)
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+STORED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that the kernels read and write
+EXACT = {"enable_fp_fusion": False}  # launch option: no multiply-add that the kernel does not write
+
+
+def tile(weights: int) -> int:
+    """Weights that a program takes; the interpreter, which pays a program and not a weight, takes more."""
+    return 4 * weights if triton.knobs.runtime.interpret else weights
+
+
+def flat_values(t: Tensor) -> Tensor:
+    """`t` contiguous, in float32 where the kernels do not read its dtype."""
+    t = t.contiguous()
+    return t if t.dtype in STORED else t.float()
+
+
+def scale_shape(shape: torch.Size, block: int) -> torch.Size:
+    """Shape of the block scales of values of `shape`. Raises ValueError for a partial block: kernels check no index."""
+    if not shape or shape[-1] % block:
+        raise ValueError(f"the last dimension of {tuple(shape)} is not a multiple of the block of {block}")
+    return torch.Size((*shape[:-1], shape[-1] // block))
+
+
+def check_scales(packed: Tensor, scales: Tensor, block: int, per_byte: int = 2) -> torch.Size:
+    """Shape of the values of `packed` codes. Raises ValueError where `scales` are not one a block."""
+    shape = torch.Size((*packed.shape[:-1], per_byte * packed.shape[-1]))
+    if scale_shape(shape, block) != scales.shape:
+        raise ValueError(f"codes {tuple(packed.shape)} and block scales {tuple(scales.shape)} do not fit each other")
+    return shape
+
+
+def global_per_block(global_scale: Tensor, shape: torch.Size) -> tuple[Tensor, int]:
+    """Global scales as a flat float32 tensor, and how many consecutive scales of `shape` share one; 0: all."""
+    g = global_scale.float()
+    if g.numel() == 1:
+        return g.reshape(1), 0
+    if g.shape[-1] == 1:
+        return g.expand(*shape[:-1], 1).contiguous().view(-1), max(1, shape[-1])
+    return g.expand(shape).contiguous().view(-1), 1
+
+
+def bytes_of(t: Tensor) -> Tensor:
+    """`t`'s bytes as uint8, contiguous."""
+    return t.contiguous().view(torch.uint8)
+
+
+def has_permute() -> bool:
+    """Whether kernels may use NVIDIA's byte permutation, which neither AMD's cards nor the interpreter have."""
+    return torch.version.hip is None and not triton.knobs.runtime.interpret
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many programs the card runs side by side, at one a multiprocessor; 1 for the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -1,0 +1,366 @@
+"""NVFP4 and MXFP4 quantization in Triton, equal bit for bit to `reference.py`, `nvfp4.py` and `mx.py`.
+
+    codes, scales, global_scale = triton_quantize.nvfp4_quantize(w_nk)
+    codes, scale_bytes = triton_quantize.mxfp4_quantize(w_nk, "even")
+
+Each weight is read once and nothing but the results is written; a global scale that is not given costs a pass of its
+own (`largest`). Rules that pick among candidates (mse, four_over_six) try them in registers. One rule needs the
+checkpoint's own number type (NVFP4's llm_compressor) and runs as plain torch. Tensors that are not contiguous are
+copied first. Two exceptions to the last bit: candidates whose float64 errors differ by less than rounding may be chosen
+otherwise, and codes of a block with NaN or infinity under MX's producers' rules (its scale is NaN either way).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import nvfp4
+from .tables import MXFP4_BLOCK, NVFP4_BLOCK, ScaleRule, Zeros
+from .triton_elements import (
+    divide,
+    divisor,
+    e2m1_codes,
+    e2m1_values,
+    e4m3_bytes,
+    e4m3_values,
+    e8m0_inverses,
+    float_bits,
+    largest_magnitude,
+    pack_codes,
+    sign_limit,
+    widened,
+)
+from .triton_launch import EXACT, flat_values, global_per_block, scale_shape, tile
+
+_TILE = tile(2048)  # weights a program: 16 a thread of 4 warps
+_SEARCH_TILE = tile(512)  # where candidates are tried in float64
+_AMAX_TILE = tile(8192)
+_MX_RULES = (
+    ScaleRule.FLOOR,
+    ScaleRule.EVEN,
+    ScaleRule.CEIL,
+    ScaleRule.RCEIL,
+    ScaleRule.MSE,
+    ScaleRule.MODELOPT,
+    ScaleRule.LLM_COMPRESSOR,
+    ScaleRule.QUARK,
+    ScaleRule.TORCHAO,
+    ScaleRule.MICROXCALING,
+)
+
+
+def largest(w: Tensor) -> Tensor:
+    """Largest magnitude of `w`, float32 scalar; NaN where there is one, 0 for no elements. Nothing is synchronized."""
+    return torch.ops.workbench_kernels.largest(w)
+
+
+def nvfp4_quantize(
+    w: Tensor, global_scale: Tensor | None = None, rule: ScaleRule | str = ScaleRule.AMAX
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize `w` `[..., K]` (K divisible by 16) to NVFP4; equals `nvfp4.quantize(w, rule, global_scale)`.
+
+    global_scale: decode multiplier, broadcastable to `[..., K/16]`; None: the rule's own for the whole tensor.
+    Returns packed codes `[..., K/2]` uint8, block scales `[..., K/16]` float8_e4m3fn and the global scale.
+    """
+    chosen = nvfp4.get_rule(rule)
+    scale_shape(w.shape, NVFP4_BLOCK)
+    if chosen.narrow:
+        return nvfp4.quantize(w, rule, global_scale)
+    if global_scale is None:
+        global_scale = chosen.global_scale(largest(w))
+    codes, scales = torch.ops.workbench_kernels.nvfp4_encode(w, global_scale.float(), ScaleRule(rule).value)
+    return codes, scales, global_scale.float()
+
+
+def mxfp4_quantize(w: Tensor, rule: ScaleRule | str = ScaleRule.EVEN) -> tuple[Tensor, Tensor]:
+    """Quantize `w` `[..., K]` (K divisible by 32) to MXFP4; equals `mx.quantize(w, "e2m1", rule)`.
+
+    Returns packed codes `[..., K/2]` uint8 and E8M0 scale bytes `[..., K/32]` uint8.
+    """
+    rule = ScaleRule(rule)
+    if rule not in _MX_RULES:
+        raise ValueError(f"MXFP4 has no scale rule {rule.value!r}; choose one of: {', '.join(_MX_RULES)}")
+    return torch.ops.workbench_kernels.mxfp4_encode(w, rule.value)
+
+
+# ---- launches --------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("workbench_kernels::largest", mutates_args=())
+def _largest(w: Tensor) -> Tensor:
+    x = flat_values(w)
+    bits = torch.zeros((), dtype=torch.int32, device=w.device)
+    if x.numel():
+        _largest_kernel[(triton.cdiv(x.numel(), _AMAX_TILE),)](x, bits, x.numel(), TILE=_AMAX_TILE)
+    return bits.view(torch.float32)
+
+
+@_largest.register_fake
+def _(w: Tensor) -> Tensor:
+    return w.new_empty((), dtype=torch.float32)
+
+
+@torch.library.custom_op("workbench_kernels::nvfp4_encode", mutates_args=())
+def _nvfp4_encode(w: Tensor, global_scale: Tensor, rule: str) -> tuple[Tensor, Tensor]:
+    x, shape = flat_values(w), scale_shape(w.shape, NVFP4_BLOCK)
+    codes, scales = _empty_nvfp4(w)
+    g, per_global = global_per_block(global_scale, shape)
+    blocks = shape.numel()
+    searched = rule in (ScaleRule.MSE, ScaleRule.FOUR_OVER_SIX)
+    rows = (_SEARCH_TILE if searched else _TILE) // NVFP4_BLOCK
+    if blocks:
+        _nvfp4_kernel[(triton.cdiv(blocks, rows),)](
+            x,
+            g,
+            codes,
+            scales.view(torch.uint8),
+            blocks,
+            max(per_global, 1),
+            RULE=rule,
+            ZEROS=nvfp4.RULES[ScaleRule(rule)].zeros.value,
+            ONE_GLOBAL=per_global == 0,
+            ROWS=rows,
+            num_warps=4,
+            **EXACT,
+        )
+    return codes, scales
+
+
+@_nvfp4_encode.register_fake
+def _(w: Tensor, global_scale: Tensor, rule: str) -> tuple[Tensor, Tensor]:
+    return _empty_nvfp4(w)
+
+
+def _empty_nvfp4(w: Tensor) -> tuple[Tensor, Tensor]:
+    *lead, k = w.shape
+    codes = w.new_empty((*lead, k // 2), dtype=torch.uint8)
+    return codes, w.new_empty((*lead, k // NVFP4_BLOCK), dtype=torch.float8_e4m3fn)
+
+
+@torch.library.custom_op("workbench_kernels::mxfp4_encode", mutates_args=())
+def _mxfp4_encode(w: Tensor, rule: str) -> tuple[Tensor, Tensor]:
+    x, blocks = flat_values(w), scale_shape(w.shape, MXFP4_BLOCK).numel()
+    codes, scale_bytes = _empty_mxfp4(w)
+    exponent, ties, zeros, min_byte = _MX_ROWS.get(ScaleRule(rule), (rule, "even", Zeros.SIGNED.value, 0))
+    rows = (_SEARCH_TILE if exponent == ScaleRule.MSE else _TILE) // MXFP4_BLOCK
+    if blocks:
+        _mxfp4_kernel[(triton.cdiv(blocks, rows),)](
+            x,
+            codes,
+            scale_bytes,
+            blocks,
+            RULE=exponent,
+            TIES=ties,
+            ZEROS=zeros,
+            MIN_BYTE=min_byte,
+            ROWS=rows,
+            num_warps=4,
+            **EXACT,
+        )
+    return codes, scale_bytes
+
+
+@_mxfp4_encode.register_fake
+def _(w: Tensor, rule: str) -> tuple[Tensor, Tensor]:
+    return _empty_mxfp4(w)
+
+
+def _empty_mxfp4(w: Tensor) -> tuple[Tensor, Tensor]:
+    *lead, k = w.shape
+    codes = w.new_empty((*lead, k // 2), dtype=torch.uint8)
+    return codes, w.new_empty((*lead, k // MXFP4_BLOCK), dtype=torch.uint8)
+
+
+# Producers' rows of mx.RULES for E2M1: how the exponent is found, ties, zeros, smallest byte stored.
+_MX_ROWS = {
+    ScaleRule.MODELOPT: ("log2", "zero", Zeros.NEGATIVE.value, 0),
+    ScaleRule.LLM_COMPRESSOR: ("even", "even", Zeros.VALUE.value, 0),
+    ScaleRule.QUARK: ("even", "even", Zeros.POSITIVE.value, 1),
+    ScaleRule.TORCHAO: ("torchao", "even", Zeros.SIGNED.value, 0),
+    ScaleRule.MICROXCALING: ("floor_log2", "away", Zeros.SIGNED.value, 0),
+}
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _largest_kernel(x_ptr, bits_ptr, count, TILE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    x = widened(tl.load(x_ptr + at, mask=at < count, other=0.0))
+    tl.atomic_max(bits_ptr, float_bits(largest_magnitude(x, 0)))
+
+
+@triton.jit
+def _nvfp4_kernel(
+    x_ptr,
+    g_ptr,
+    codes_ptr,
+    scales_ptr,
+    blocks,
+    per_global,
+    RULE: tl.constexpr,
+    ZEROS: tl.constexpr,
+    ONE_GLOBAL: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    here = block < blocks
+    at = block[:, None] * 16 + tl.arange(0, 16)[None, :]
+    x = widened(tl.load(x_ptr + at, mask=here[:, None], other=0.0))
+    if ONE_GLOBAL:
+        g = tl.load(g_ptr) + tl.zeros([ROWS], tl.float32)
+    else:
+        g = tl.load(g_ptr + block // per_global, mask=here, other=1.0)
+    amax = largest_magnitude(x, 1)
+    byte = nvfp4_scale_bytes(amax, g, RULE)
+    codes = _nvfp4_codes(x, byte, g, RULE, ZEROS)
+    if RULE == "four_over_six":
+        least = _nvfp4_error(x, codes, byte, g)
+        other = nvfp4_scale_bytes(amax * 1.5, g, RULE)
+        found = _nvfp4_codes(x, other, g, RULE, ZEROS)
+        better = _nvfp4_error(x, found, other, g) < least
+        byte = tl.where(better, other, byte)
+        codes = tl.where(better[:, None], found, codes)
+    elif RULE == "mse":
+        least = _nvfp4_error(x, codes, byte, g)
+        first = byte
+        for offset in range(-8, 39):
+            other = tl.minimum(tl.maximum(first + offset, 1), 126)
+            found = _nvfp4_codes(x, other, g, RULE, ZEROS)
+            error = _nvfp4_error(x, found, other, g)
+            better = error < least
+            byte = tl.where(better, other, byte)
+            codes = tl.where(better[:, None], found, codes)
+            least = tl.where(better, error, least)
+    elif RULE == "quark_f2f":
+        byte = e4m3_bytes(tl.div_rn(e4m3_values(byte) * g, g))
+    packed = block[:, None] * 8 + tl.arange(0, 8)[None, :]
+    tl.store(codes_ptr + packed, pack_codes(codes, ROWS, 16), mask=here[:, None])
+    tl.store(scales_ptr + block, byte.to(tl.uint8), mask=here)
+
+
+@triton.jit
+def nvfp4_scale_bytes(amax, g, RULE: tl.constexpr):
+    """E4M3 bytes (int32) of blocks with maxima `amax` under the decode multiplier `g`; as `nvfp4.RULES`."""
+    if RULE == "quark":
+        byte = e4m3_bytes(tl.div_rn(amax, g * 6.0))
+        byte = tl.where(byte == 0, 0x38, byte)
+    elif RULE == "quark_f2f":
+        scale = tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32))
+        byte = e4m3_bytes(tl.div_rn(tl.where(scale == 0, 1.1920928955078125e-07, scale), g))
+    elif RULE == "torchao":
+        scale = tl.div_rn(tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32)), g)
+        byte = e4m3_bytes(tl.where(scale < 0.015625, 0.015625, scale))
+    else:
+        scale = tl.div_rn(amax, g * 6.0)
+        scale = tl.where(scale == 0, 1.0, scale)
+        byte = e4m3_bytes(tl.where(scale < 0.001953125, 0.001953125, scale))
+    return byte
+
+
+@triton.jit
+def _nvfp4_codes(x, byte, g, RULE: tl.constexpr, ZEROS: tl.constexpr):
+    """Codes (int32) of blocks `x` `[ROWS, 16]` under the block scales `byte` and the global ones `g` `[ROWS]`."""
+    scale = e4m3_values(byte)
+    step = scale * g
+    if RULE == "torchao":
+        q = x * tl.div_rn(tl.div_rn(tl.full(g.shape, 1.0, tl.float32), g), scale)[:, None]
+    else:
+        if RULE == "quark_f2f":
+            step = tl.where(step == 0, 1.1920928955078125e-07, step)
+        if ZEROS == "value":  # the sign of a quotient that is nearly zero counts
+            q = tl.div_rn(x, tl.broadcast_to(step[:, None], x.shape))
+        else:
+            m, inverse, power = divisor(step)
+            q = divide(x, m[:, None], inverse[:, None], power[:, None])
+    return e2m1_codes(q, x, sign_limit(step != step)[:, None], "even", ZEROS)
+
+
+@triton.jit
+def _nvfp4_error(x, codes, byte, g):
+    """Sum of squared errors of each block, float64."""
+    step = (e4m3_values(byte) * g).to(tl.float64)
+    error = e2m1_values(codes).to(tl.float64) * step[:, None] - x.to(tl.float64)
+    return tl.sum(error * error, 1)
+
+
+@triton.jit
+def _mxfp4_kernel(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    blocks,
+    RULE: tl.constexpr,
+    TIES: tl.constexpr,
+    ZEROS: tl.constexpr,
+    MIN_BYTE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    here = block < blocks
+    at = block[:, None] * 32 + tl.arange(0, 32)[None, :]
+    x = widened(tl.load(x_ptr + at, mask=here[:, None], other=0.0))
+    amax = largest_magnitude(x, 1)
+    byte, codes = mxfp4_encode_tile(x, amax, RULE, TIES, ZEROS)
+    byte = tl.maximum(byte, MIN_BYTE)
+    packed = block[:, None] * 16 + tl.arange(0, 16)[None, :]
+    tl.store(codes_ptr + packed, pack_codes(codes, ROWS, 32), mask=here[:, None])
+    tl.store(scales_ptr + block, byte.to(tl.uint8), mask=here)
+
+
+@triton.jit
+def mxfp4_encode_tile(x, amax, RULE: tl.constexpr, TIES: tl.constexpr, ZEROS: tl.constexpr):
+    """Scale bytes `[ROWS]` and codes `[ROWS, 32]` (int32) of blocks `x` with maxima `amax`; as `mx.RULES`."""
+    byte = mxfp4_scale_bytes(amax, RULE)
+    invalid = byte == 255
+    divided = tl.where(byte == 0, 127, byte) if RULE == "torchao" else byte
+    codes = e2m1_codes(x * e8m0_inverses(divided)[:, None], x, sign_limit(invalid)[:, None], TIES, ZEROS)
+    if RULE == "mse":
+        least = _mxfp4_error(x, codes, byte)
+        exponent = (float_bits(amax) >> 23) - 2
+        first = byte
+        for step in tl.static_range(2):
+            other = tl.minimum(tl.maximum(exponent + (1 - 2 * step), 0), 252)
+            other = tl.where(amax == 0, 0, tl.where(first == 255, 255, other))
+            found = e2m1_codes(x * e8m0_inverses(other)[:, None], x, sign_limit(invalid)[:, None], TIES, ZEROS)
+            error = _mxfp4_error(x, found, other)
+            better = error < least
+            byte = tl.where(better, other, byte)
+            codes = tl.where(better[:, None], found, codes)
+            least = tl.where(better, error, least)
+    return byte, codes
+
+
+@triton.jit
+def mxfp4_scale_bytes(amax, RULE: tl.constexpr):
+    """E8M0 bytes (int32) of blocks with maxima `amax`: 0 for a zero block, 255 for NaN and infinity."""
+    bits = float_bits(amax)
+    if (RULE == "log2") | (RULE == "torchao"):
+        # The logarithm rounded to float32, as these tools have it.
+        quotient = tl.maximum(tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32)), 5.877471754111438e-39)
+        k = tl.ceil(tl.log2(quotient.to(tl.float64)).to(tl.float32))
+        byte = tl.minimum(tl.maximum(k, -127.0), 125.0).to(tl.int32) + 127
+    elif RULE == "floor_log2":
+        k = tl.floor(tl.log2(tl.maximum(amax, 1.1754943508222875e-38).to(tl.float64)).to(tl.float32)) - 2.0
+        byte = tl.minimum(tl.maximum(k, -127.0), 125.0).to(tl.int32) + 127
+    else:
+        # What to add to the bits so that the exponent grows where the rule rounds up: from a significand of 1.75
+        # (even), above 1.5 (rceil), above 1 (ceil).
+        CARRY: tl.constexpr = (
+            0x200000 if RULE == "even" else 0x3FFFFF if RULE == "rceil" else 0x7FFFFF if RULE == "ceil" else 0
+        )
+        byte = tl.minimum(tl.maximum(((bits + CARRY) >> 23) - 2, 0), 252)
+    byte = tl.where(bits == 0, 0, byte)
+    return tl.where(bits >= 0x7F800000, 255, byte)
+
+
+@triton.jit
+def _mxfp4_error(x, codes, byte):
+    """Sum of squared errors of each block, float64; NaN for byte 255."""
+    step = tl.div_rn(tl.full(byte.shape, 1.0, tl.float32), e8m0_inverses(byte)).to(tl.float64)
+    error = e2m1_values(codes).to(tl.float64) * step[:, None] - x.to(tl.float64)
+    return tl.sum(error * error, 1)
