@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from fake_server import fake_server
 
 from workbench.comparison import compare_arms
 from workbench.errors import EngineError, EvaluationError
-from workbench.evaluation.run import completions_url, evaluate
+from workbench.evaluation.run import chat_url, completions_url, evaluate
 from workbench.evaluation.spec import task_spec
 from workbench.gating import gate
 from workbench.records import Evaluation, read_json
@@ -105,7 +106,7 @@ def test_dying_server_is_named_and_the_next_run_continues(tmp_path: Path, finish
     with fake_server(canned_answer) as server:
         server.die_after = 9
         with pytest.raises(EvaluationError, match=f"(?s)'a'.*{server.url}.*(stopped answering|refused a request)"):
-            _run(server, out_dir, concurrency=1, fingerprint="f0")
+            _run(server, out_dir, concurrency=1, fingerprint="f0", retries=1)
     assert not list(out_dir.glob("*/results_*"))
     with fake_server(canned_answer) as server:
         evaluation = _run(server, out_dir, concurrency=1, fingerprint="f0")
@@ -119,6 +120,33 @@ def test_dying_server_is_named_and_the_next_run_continues(tmp_path: Path, finish
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         assert rows == _rows(finished_run["run_dir"], "source", task)
     assert {path.name for path in out_dir.iterdir()} == {"m", "request.json", "harness.log"}
+
+
+def test_a_killed_harness_continues_and_repeats_no_answered_request(
+    tmp_path: Path, finished_run: dict[str, Any]
+) -> None:
+    out_dir = tmp_path / "eval" / "a"
+
+    def kill_at_five(done: int, total: int) -> None:
+        if done == 5:
+            (harness,) = psutil.Process().children()
+            harness.kill()
+
+    with fake_server(canned_answer) as server, pytest.raises(EvaluationError, match="ended with status -9"):
+        _run(server, out_dir, fingerprint="f0", concurrency=3, progress=kill_at_five)
+    answered = {json.loads(line)["key"] for line in (out_dir / ".journal.jsonl").read_text().split("\n")[1:-1]}
+    assert len(answered) >= 5
+    with fake_server(canned_answer) as server:
+        evaluation = _run(server, out_dir, fingerprint="f0", concurrency=3)
+        sent = {hashlib.sha256(body).hexdigest() for body in server.bodies}
+    assert not sent & answered
+    assert len(sent) == GSM8K_N + MMLU_N - len(answered)
+    assert evaluation.transport is not None
+    assert evaluation.transport.resumed == len(answered)
+    for task in ("gsm8k_mini", "mmlu_pro_mini"):
+        (path,) = (out_dir / "m").glob(f"samples_{task}_*.jsonl")
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        assert rows == _rows(finished_run["run_dir"], "source", task)
 
 
 def test_watch_ends_the_evaluation_and_leaves_no_process(tmp_path: Path) -> None:
@@ -193,7 +221,7 @@ def test_finished_arms_compare_and_pass_the_gate(finished_run: dict[str, Any]) -
 
 def test_refusal_of_the_endpoint_is_quoted(tmp_path: Path) -> None:
     with fake_server(lambda prompt: None) as server, pytest.raises(EvaluationError, match=r"HTTP 500.*no answer"):
-        _run(server, tmp_path / "eval" / "a", tasks=specs(limit=1)[:1])
+        _run(server, tmp_path / "eval" / "a", tasks=specs(limit=1)[:1], retries=1)
 
 
 def test_missing_and_empty_data_files_are_named(tmp_path: Path) -> None:
@@ -223,8 +251,15 @@ def test_limit_beyond_the_data_is_refused_before_any_request(tmp_path: Path) -> 
 
 
 def test_urls_with_and_without_path() -> None:
-    for given in ("http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/completions"):
+    for given in (
+        "http://h:1",
+        "http://h:1/",
+        "http://h:1/v1",
+        "http://h:1/v1/completions",
+        "http://h:1/v1/chat/completions",
+    ):
         assert completions_url(given) == "http://h:1/v1/completions"
+        assert chat_url(given) == "http://h:1/v1/chat/completions"
 
 
 def test_room_imports_no_torch_and_no_harness() -> None:

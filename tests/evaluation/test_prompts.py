@@ -7,7 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from workbench.mini_models.problems import gsm8k_problems
+
+from workbench.errors import EvaluationError
+from workbench.evaluation.prompts import training_prompts
+from workbench.evaluation.spec import task_spec
 
 SCRIPT = """
 import json, sys
@@ -35,3 +40,14 @@ def test_two_processes_draw_the_same_prompts_of_both_tasks(tmp_path: Path) -> No
     assert all(prompt.count("Let's think step by step. Let's think") == 0 for prompt in first)
     scored = {problem["question"] for problem in gsm8k_problems(1000, split="test")}
     assert not any(question in prompt for prompt in first for question in scored)
+
+
+def test_scored_documents_are_never_drawn(tmp_path: Path) -> None:
+    (tmp_path / "aime.jsonl").write_text('{"problem": "p", "answer": "1", "id": "0"}\n')
+    data = {"test": str(tmp_path / "aime.jsonl")}
+    aime = task_spec({"name": "aime", "task": "aime25", "data": data, "primary_filter": "none"})
+    with pytest.raises(EvaluationError, match="'aime' has no training or validation documents"):
+        training_prompts((aime,), 1, scratch=tmp_path)
+    mmlu = {"name": "mmlu", "task": "mmlu", "data": "mini", "metric": "acc", "primary_filter": "none", "num_fewshot": 1}
+    (prompt,) = training_prompts((task_spec(mmlu),), 1, scratch=tmp_path)
+    assert prompt[-2:] in (" A", " B", " C", " D")

@@ -25,8 +25,8 @@ def _own_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _spec(task: str, data: Any, **settings: Any) -> Any:
-    primary = {"gsm8k": "strict-match", "mmlu_pro": "custom-extract"}[task]
-    return task_spec({"name": f"{task}_x", "task": task, "data": data, "primary_filter": primary, **settings})
+    primary = {"gsm8k": "strict-match", "mmlu_pro": "custom-extract"}.get(task, "none")
+    return task_spec({"primary_filter": primary, **settings, "name": f"{task}_x", "task": task, "data": data})
 
 
 def _lm_eval_task(file: str, data: dict[str, str]) -> Any:
@@ -158,3 +158,128 @@ def test_spec_refuses_typos_and_impossible_values() -> None:
     assert load_spec(json.loads(json.dumps(dump_spec(spec)))) == spec
     with pytest.raises(EvaluationError, match="listed 2 times"):
         check_tasks((spec, spec))
+
+
+def test_mmlu_is_lm_evals_own(tmp_path: Path) -> None:
+    data = write_mini_documents("mmlu", tmp_path)
+    rows = {split: [json.loads(line) for line in Path(path).read_text().splitlines()] for split, path in data.items()}
+    assert {row["answer"] for row in rows["test"]} == {0, 1, 2, 3}
+    assert all(len(set(row["choices"])) == 4 for row in rows["test"])
+    for split, content in rows.items():  # one subject, under a name that lm-eval has a file for
+        chosen = [{**row, "subject": "high_school_physics"} for row in content if row["subject"] == "physics"]
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chosen))
+    files = {split: str(tmp_path / f"{split}.jsonl") for split in ("dev", "test")}
+    theirs = _lm_eval_task("mmlu/default/mmlu_high_school_physics.yaml", files)
+    theirs.set_config(key="num_fewshot", value=5)
+    (built,) = build_tasks((_spec("mmlu", files, num_fewshot=5, metric="acc"),), tmp_path)
+    for task in (theirs, built.tasks[0]):
+        task.set_fewshot_seed(1234)
+        task.build_all_requests()
+    assert [i.args for i in built.tasks[0].instances] == [i.args for i in theirs.instances]
+    assert len(theirs.instances) == 4 * 125
+    assert "about high school physics." in theirs.instances[0].args[0]
+
+
+def test_every_mmlu_description_names_its_subject() -> None:
+    import lm_eval.tasks
+    import yaml
+
+    folder = Path(lm_eval.tasks.__file__).parent / "mmlu" / "default"
+    files = list(folder.glob("mmlu_*.yaml"))
+    assert len(files) == 57
+    for path in files:
+        config = yaml.safe_load(path.read_text())
+        subject = config["dataset_name"].replace("_", " ")
+        assert (
+            config["description"] == f"The following are multiple choice questions (with answers) about {subject}.\n\n"
+        )
+
+
+def test_repeats_are_rows_of_their_own_problem_after_problem(tmp_path: Path) -> None:
+    data = write_mini_documents("gsm8k", tmp_path)
+    (plain,) = build_tasks((_spec("gsm8k", data),), tmp_path)
+    (built,) = build_tasks((_spec("gsm8k", data, repeats=3, temperature=0.6, top_p=0.95),), tmp_path)
+    task = built.tasks[0]
+    documents = task.eval_docs
+    assert len(documents) == 3 * len(plain.tasks[0].eval_docs)
+    assert [(d["repeat_of"], d["repeat"]) for d in documents.select(range(4))] == [(0, 0), (0, 1), (0, 2), (1, 0)]
+    task.set_fewshot_seed(1234)
+    task.build_all_requests(limit=3)
+    assert len({i.args[0] for i in task.instances}) == 1
+    assert task.instances[0].args[1]["temperature"] == 0.6
+    assert task.instances[0].args[1]["top_p"] == 0.95
+    assert task.instances[0].args[1]["do_sample"] is True
+
+
+def test_gsm8k_platinum_takes_its_shots_from_the_scored_split(tmp_path: Path) -> None:
+    data = {"test": write_mini_documents("gsm8k", tmp_path)["test"]}
+    (built,) = build_tasks((_spec("gsm8k_platinum", data, primary_filter="strict-match"),), tmp_path)
+    theirs = _lm_eval_task("gsm8k_platinum/gsm8k-platinum.yaml", data)
+    ours = _instances(built.tasks[0], 20)
+    assert ours == _instances(theirs, 20)
+    assert all(prompt.count(f"Question: {json.loads(q)[0]}\n") == 1 for q, (prompt, _, _) in ours.items())
+
+
+def test_gpqa_shuffles_alike_in_every_process(tmp_path: Path) -> None:
+    import random
+
+    row = {"Question": "q", "Correct Answer": "r", "Incorrect Answer 1": "a", "Incorrect Answer 2": "b"}
+    path = tmp_path / "gpqa.jsonl"
+    path.write_text("".join(json.dumps({**row, "Incorrect Answer 3": f"c{i}", "n": i}) + "\n" for i in range(12)))
+    drawn = []
+    for seed in (1, 2):
+        random.seed(seed)
+        spec = _spec("gpqa_diamond", {"train": str(path)})
+        (built,) = build_tasks((spec,), tmp_path)
+        drawn.append([(d["choice1"], d["answer"]) for d in built.tasks[0].eval_docs])
+    assert drawn[0] == drawn[1]
+    assert len({answer for _, answer in drawn[0]}) > 1
+
+
+def test_a_task_file_is_run_as_it_stands(tmp_path: Path) -> None:
+    (tmp_path / "docs.jsonl").write_text('{"q": "1+1", "a": "2"}\n')
+    (tmp_path / "own.yaml").write_text(
+        "task: own\ndataset_path: json\ndataset_kwargs: {data_files: {test: %s}}\ntest_split: test\n"
+        "output_type: generate_until\ndoc_to_text: 'Q: {{q}}'\ndoc_to_target: '{{a}}'\n"
+        "metric_list: [{metric: exact_match}]\n" % (tmp_path / "docs.jsonl")
+    )
+    spec = task_spec({"name": "mine", "task": str(tmp_path / "own.yaml"), "primary_filter": "none", "max_gen_toks": 7})
+    check_tasks((spec,))
+    (built,) = build_tasks((spec,), tmp_path)
+    (task,) = built.tasks
+    task.set_fewshot_seed(1234)
+    task.build_all_requests()
+    assert (task.task_name, task.instances[0].args[0]) == ("mine", "Q: 1+1")
+    assert task.instances[0].args[1]["max_gen_toks"] == 7
+    with pytest.raises(EvaluationError, match=r"gone\.yaml does not exist"):
+        check_tasks((task_spec({"name": "x", "task": str(tmp_path / "gone.yaml"), "primary_filter": "none"}),))
+
+
+@pytest.mark.skipif("WORKBENCH_SHARED_DATA" not in os.environ, reason="needs WORKBENCH_SHARED_DATA")
+def test_published_aime_and_wikitext_render_as_lm_eval_renders_them(tmp_path: Path) -> None:
+    shared = Path(os.environ["WORKBENCH_SHARED_DATA"])
+    aime = {"test": str(shared / "aime25" / "aime25_lm_eval.jsonl")}
+    (built,) = build_tasks((_spec("aime25", aime),), tmp_path)
+    theirs = _lm_eval_task("aime/aime25.yaml", aime)
+    for task in (built.tasks[0], theirs):
+        task.set_fewshot_seed(1234)
+        task.build_all_requests()
+    assert [i.args for i in built.tasks[0].instances] == [i.args for i in theirs.instances]
+    assert len(theirs.instances) == 30
+    (often,) = build_tasks((_spec("aime25", aime, repeats=2, temperature=0.6),), tmp_path)
+    assert [d["answer"] for d in often.tasks[0].eval_docs][::2] == [i.doc["answer"] for i in theirs.instances]
+    pages = {"test": str(shared / "wikitext2" / "document_level_test.jsonl")}
+    (built,) = build_tasks((_spec("wikitext", pages, metric="bits_per_byte"),), tmp_path)
+    task = built.tasks[0]
+    task.set_fewshot_seed(1234)
+    task.build_all_requests()
+    found = [task.process_results(i.doc, [-100.0])["bits_per_byte"] for i in task.instances]
+    assert (len(found), sum(size for _, size in found)) == (62, 1290527)  # pages and bytes of WikiText-2's test split
+    assert sum(task.process_results(i.doc, [0.0])["word_perplexity"][1] for i in task.instances) == 241335
+
+
+def test_sampling_settings_must_be_possible() -> None:
+    good = {"name": "g", "task": "gsm8k", "primary_filter": "strict-match"}
+    for bad in ({"repeats": 0}, {"repeats": 4}, {"temperature": -1}, {"top_p": 1.5}, {"temperature": True}):
+        with pytest.raises(ConfigError, match=next(iter(bad))):
+            task_spec({**good, **bad})

@@ -52,6 +52,8 @@ def _of_task(spec: TaskSpec, task: Any, count: int) -> list[str]:
     for document in islice(documents, count):
         context = task.fewshot_context(document, shots)
         target = task.doc_to_target(document)
+        if isinstance(target, int) and task.get_config("doc_to_choice"):  # multiple choice names the place
+            target = task.doc_to_choice(document)[target]
         answer = str(document.get("cot_content") or target).removeprefix("A: ")
         opening = "Let's think step by step."  # MMLU-Pro's prompt already ends with it
         prompts.append(f"{context} {answer.removeprefix(opening).strip() if context.endswith(opening) else answer}")
@@ -59,8 +61,12 @@ def _of_task(spec: TaskSpec, task: Any, count: int) -> list[str]:
 
 
 def _unscored_documents(task: Any) -> Any:
-    if task.has_training_docs():
+    """Documents of a split that is not the scored one; None if the task has no other."""
+    names = ("training_split", "validation_split", "fewshot_split", "test_split")
+    training, validation, shots, test = (task.get_config(name) for name in names)
+    scored = test or validation
+    if training and training != scored:
         return task.training_docs()
-    if task.has_validation_docs():
+    if validation and validation != scored:
         return task.validation_docs()
-    return task.fewshot_docs()
+    return task.fewshot_docs() if shots and shots != scored else None

@@ -10,14 +10,15 @@ nor torch.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from workbench.errors import EvaluationError
+from workbench.evaluation._intervals import accuracy_interval, ratio_interval
 from workbench.evaluation.spec import TaskSpec
-from workbench.records import TaskScore
-from workbench.statistics import wilson_interval
+from workbench.records import Perplexity, TaskScore
 
 INVALID = "[invalid]"
 """What lm-eval's regex filters return when an answer holds nothing to extract."""
@@ -36,30 +37,72 @@ def read_scores(
         raise EvaluationError(f"arm {arm!r}: lm-eval left no results_*.json in {folder}", fix=_SPACE)
     scores: list[TaskScore] = []
     for spec in specs:
-        leaves = result["leaves"][spec.name]
-        files = {leaf: _sample_file(folder, leaf, arm) for leaf in leaves}
-        rows = [row for leaf in leaves for row in _complete_rows(files[leaf], leaf, arm, result["documents"][leaf])]
+        if spec.perplexity:
+            continue
+        rows, samples = _rows_of(folder, spec, arm, result, root)
         filters = list(dict.fromkeys(row["filter"] for row in rows))
         if spec.primary_filter not in filters:
             raise EvaluationError(
                 f"task {spec.name!r} has no filter {spec.primary_filter!r}",
                 fix=f"primary_filter: {' or '.join(filters)}",
             )
+        leaves = result["leaves"][spec.name]
         for name in filters:
-            of_filter = [row for row in rows if row["filter"] == name]
             scores.append(
                 _score(
-                    of_filter,
+                    [row for row in rows if row["filter"] == name],
                     arm=arm,
                     spec=spec,
                     filter_name=name,
                     num_fewshot=result["num_fewshot"][leaves[0]],
-                    samples=";".join(str(files[leaf].relative_to(root)) for leaf in leaves),
+                    samples=samples,
                     truncated=sum(result["truncated"].get(leaf, 0) for leaf in leaves),
+                    failed=sum(result.get("failed", {}).get(leaf, 0) for leaf in leaves),
                     seconds=seconds,
                 )
             )
     return tuple(scores)
+
+
+def read_perplexities(
+    folder: Path, *, arm: str, specs: tuple[TaskSpec, ...], result: dict[str, Any], root: Path
+) -> tuple[Perplexity, ...]:
+    """Perplexities of the specs that have one; arguments as of `read_scores`."""
+    found = []
+    for spec in specs:
+        if spec.perplexity:
+            rows, samples = _rows_of(folder, spec, arm, result, root)
+            tokens = sum(sum(result["scored_tokens"].get(leaf, {}).values()) for leaf in result["leaves"][spec.name])
+            found.append(_perplexity(rows, arm, spec, tokens, samples, result.get("conventions", {})))
+    return tuple(found)
+
+
+def is_right(row: dict[str, Any], spec: TaskSpec) -> bool:
+    """Whether a document was answered right. Raises EvaluationError if the metric is not 0 or 1."""
+    value = row.get(spec.metric)
+    if value not in (0, 1):
+        raise EvaluationError(
+            f"task {spec.name!r}, filter {row['filter']!r}: metric {spec.metric!r} of document {row['doc_id']} is "
+            f"{value!r}, expected 0 or 1",
+            fix=f"choose a metric that is right or wrong for each document; there are {', '.join(row['metrics'])}",
+        )
+    return bool(value)
+
+
+def problems_of(rows: list[dict[str, Any]]) -> list[int]:
+    """Which problem each row answers: the `repeat_of` of a repeated document, else a number of its own."""
+    return [
+        int(row["doc"]["repeat_of"]) if isinstance(row.get("doc"), dict) and "repeat" in row["doc"] else place
+        for place, row in enumerate(rows)
+    ]
+
+
+def find_sample_file(folder: Path, leaf: str, arm: str) -> Path:
+    """The newest samples_<leaf>_<time>.jsonl. Raises EvaluationError."""
+    found = sorted(path for path in folder.glob("samples_*.jsonl") if _task_of(path) == leaf)
+    if not found:
+        raise EvaluationError(f"arm {arm!r}: lm-eval left no samples_{leaf}_*.jsonl in {folder}", fix=_SPACE)
+    return found[-1]
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -77,11 +120,14 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 _SPACE = "lm-eval only warns when it cannot save: see harness.log; free space in the output folder"
 
 
-def _sample_file(folder: Path, leaf: str, arm: str) -> Path:
-    found = sorted(path for path in folder.glob("samples_*.jsonl") if _task_of(path) == leaf)
-    if not found:
-        raise EvaluationError(f"arm {arm!r}: lm-eval left no samples_{leaf}_*.jsonl in {folder}", fix=_SPACE)
-    return found[-1]
+def _rows_of(
+    folder: Path, spec: TaskSpec, arm: str, result: dict[str, Any], root: Path
+) -> tuple[list[dict[str, Any]], str]:
+    """All rows of a spec, complete, and the files they stand in."""
+    leaves = result["leaves"][spec.name]
+    files = {leaf: find_sample_file(folder, leaf, arm) for leaf in leaves}
+    rows = [row for leaf in leaves for row in _complete_rows(files[leaf], leaf, arm, result["documents"][leaf])]
+    return rows, ";".join(str(files[leaf].relative_to(root)) for leaf in leaves)
 
 
 def _task_of(path: Path) -> str:
@@ -111,26 +157,19 @@ def _score(
     num_fewshot: int,
     samples: str,
     truncated: int,
+    failed: int,
     seconds: float,
 ) -> TaskScore:
-    correct = 0
-    for row in rows:
-        value = row.get(spec.metric)
-        if value not in (0, 1):
-            raise EvaluationError(
-                f"task {spec.name!r}, filter {filter_name!r}: metric {spec.metric!r} of document {row['doc_id']} is "
-                f"{value!r}, expected 0 or 1",
-                fix=f"choose a metric that is right or wrong for each document; there are {', '.join(row['metrics'])}",
-            )
-        correct += int(value)
-    low, high = wilson_interval(correct, len(rows))
+    right = [is_right(row, spec) for row in rows]
+    problems = problems_of(rows)
+    low, high = accuracy_interval(right, problems)
     return TaskScore(
         arm=arm,
         task=spec.name,
         filter=filter_name,
         metric=spec.metric,
         n=len(rows),
-        value=correct / len(rows),
+        value=sum(right) / len(rows),
         low=low,
         high=high,
         num_fewshot=num_fewshot,
@@ -139,8 +178,45 @@ def _score(
         empty=sum(_is_empty(row) for row in rows),
         invalid=sum(row["filtered_resps"][:1] == [INVALID] for row in rows),
         truncated=truncated,
+        failed=failed,
+        clusters=len(set(problems)) if len(set(problems)) < len(rows) else 0,
         seconds=seconds,
     )
+
+
+def _perplexity(
+    rows: list[dict[str, Any]], arm: str, spec: TaskSpec, tokens: int, samples: str, conventions: dict[str, str]
+) -> Perplexity:
+    """lm-eval's rows hold (log-likelihood, words) and (log-likelihood, bytes) of each document."""
+    if any("word_perplexity" not in row or "byte_perplexity" not in row for row in rows):
+        raise EvaluationError(
+            f"task {spec.name!r} reports no word_perplexity and byte_perplexity", fix="choose a metric that it reports"
+        )
+    nll = [-float(row["word_perplexity"][0]) for row in rows]
+    sizes = [int(row["byte_perplexity"][1]) for row in rows]
+    words, total = sum(int(row["word_perplexity"][1]) for row in rows), sum(nll)
+    low, high = ratio_interval(nll, [size * math.log(2) for size in sizes])
+    return Perplexity(
+        arm=arm,
+        task=spec.name,
+        documents=len(rows),
+        tokens=tokens,
+        words=words,
+        bytes=sum(sizes),
+        nll=total,
+        token_perplexity=_exp(total / tokens) if tokens else math.nan,
+        word_perplexity=_exp(total / words),
+        byte_perplexity=_exp(total / sum(sizes)),
+        bits_per_byte=total / sum(sizes) / math.log(2),
+        bits_per_byte_low=low,
+        bits_per_byte_high=high,
+        samples=samples,
+        conventions=conventions,
+    )
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700.0 else math.inf
 
 
 def _is_empty(row: dict[str, Any]) -> bool:

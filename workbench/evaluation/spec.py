@@ -24,18 +24,22 @@ from workbench.errors import ConfigError, EvaluationError
 MINI = "mini"
 """Value of `data` for the seeded problems of `workbench.mini_models.problems`."""
 
+PERPLEXITY_METRICS = ("bits_per_byte", "byte_perplexity", "word_perplexity")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskSpec:
     """One task of an evaluation.
 
     name: how files and the report call it. task: an lm-eval task or group (`gsm8k`, `mmlu_pro`, or any registered
-    name). num_fewshot: None keeps lm-eval's own. limit: the first n documents (of every subtask, if `task` is a
-    group); None = all. primary_filter, metric: the line that is gated, as lm-eval names them; the metric must be 0 or
-    1 for each document. max_gen_toks: tokens an answer may have; None keeps lm-eval's own (256 unless the task says
-    otherwise). data: None = the hub's data set as lm-eval names it; "mini" = seeded problems; {split: path of a
-    .jsonl file} = local files (splits `train` and `test` for gsm8k, `validation` and `test` for mmlu_pro). chance:
-    the score of a guesser.
+    name), or the path of a task file (.yaml) in lm-eval's own format. num_fewshot: None keeps lm-eval's own. limit:
+    the first n documents (of every subtask, if `task` is a group); None = all. primary_filter, metric: the line that
+    is gated, as lm-eval names them; the metric must be 0 or 1 for each document, or one of `PERPLEXITY_METRICS`.
+    max_gen_toks: tokens an answer may have; None keeps lm-eval's own (256 unless the task says otherwise). data: None =
+    the hub's data set as lm-eval names it; "mini" = seeded problems; {split: path of a .jsonl file} = local files in
+    the hub's layout (`workbench.evaluation.tasks.BASES` names the splits). chance: the score of a guesser. repeats:
+    answers drawn for each document, each with its own seed (avg@k; the score's interval then counts problems, not
+    answers); it needs a temperature. temperature, top_p: None keeps the task's own (greedy).
     """
 
     name: str
@@ -47,6 +51,14 @@ class TaskSpec:
     max_gen_toks: int | None = None
     data: str | dict[str, str] | None = None
     chance: float = 0.0
+    repeats: int = 1
+    temperature: float | None = None
+    top_p: float | None = None
+
+    @property
+    def perplexity(self) -> bool:
+        """True if documents are not right or wrong, but more or less likely."""
+        return self.metric in PERPLEXITY_METRICS
 
     @property
     def offline(self) -> bool:
@@ -87,6 +99,11 @@ def check_tasks(tasks: tuple[TaskSpec, ...]) -> None:
         if names.count(name) > 1:
             raise EvaluationError(f"task {name!r} is listed {names.count(name)} times", fix="list every task once")
     for spec in tasks:
+        if spec.task.endswith((".yaml", ".yml")) and not Path(spec.task).is_file():
+            raise EvaluationError(
+                f"task {spec.name!r}: task file {spec.task} does not exist",
+                fix="correct its path, or name lm-eval's task",
+            )
         if isinstance(spec.data, dict):
             for split, path in spec.data.items():
                 _check_jsonl(spec, split, Path(path))
@@ -103,7 +120,7 @@ def dump_spec(spec: TaskSpec) -> dict[str, Any]:
 
 
 def _check_values(spec: TaskSpec) -> None:
-    for key, least in (("limit", 1), ("num_fewshot", 0), ("max_gen_toks", 1)):
+    for key, least in (("limit", 1), ("num_fewshot", 0), ("max_gen_toks", 1), ("repeats", 1)):
         value = getattr(spec, key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
             raise ConfigError(
@@ -113,6 +130,15 @@ def _check_values(spec: TaskSpec) -> None:
         raise ConfigError(
             f"eval task {spec.name!r}: data={spec.data!r} is not known",
             fix=f"use null (the hub), {MINI!r}, or a mapping of splits to .jsonl files",
+        )
+    for key, value, most in (("temperature", spec.temperature, 10.0), ("top_p", spec.top_p, 1.0)):
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (number and 0 <= value <= most):
+            raise ConfigError(f"eval task {spec.name!r}: {key}={value!r}", fix=f"a number from 0 to {most:g}, or null")
+    if spec.repeats > 1 and not spec.temperature:
+        raise ConfigError(
+            f"eval task {spec.name!r}: repeats={spec.repeats} at temperature 0 draws the same answer again",
+            fix="set temperature (the model card names one), or repeats=1",
         )
     if not 0.0 <= spec.chance < 1.0:
         raise ConfigError(f"eval task {spec.name!r}: chance={spec.chance!r}", fix="a proportion from 0 to below 1")
