@@ -23,6 +23,9 @@ BENEATH = {
     "gating": {"statistics"},
     "reporting": set(),
 }
+# The files beside the rooms, from the entry points down: each may import those that come later.
+FILES = ("cli", "run", "commands", "experiment", "arms", "settings", "composition", "runfolder", "bench", "progress",
+         "entry", "records", "interrupt", "errors")  # fmt: skip
 EVERYONE = {"errors", "interrupt", "records"}
 
 
@@ -51,10 +54,27 @@ def test_a_room_imports_only_what_lies_beneath_it(room: str) -> None:
     assert not wrong
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_beside_the_rooms_imports_only_those_that_come_after_it(name: str) -> None:
+    spec = importlib.util.find_spec(f"workbench.{name}")
+    assert spec is not None
+    assert spec.origin is not None
+    before = FILES[: FILES.index(name)]
+    assert not [other for other in imported(Path(spec.origin)) if other in before]
+
+
+def test_every_file_beside_the_rooms_has_its_place() -> None:
+    spec = importlib.util.find_spec("workbench.cli")
+    assert spec is not None
+    assert spec.origin is not None
+    assert {path.stem for path in Path(spec.origin).parent.glob("*.py")} == {"__init__", *FILES}
+
+
 @pytest.mark.parametrize(
     ("module", "heavy"),
     [
         ("workbench.cli", ("torch", "vllm", "lm_eval", "transformers", "pandas", "hydra")),
+        ("workbench.commands", ("torch", "vllm", "lm_eval", "transformers", "pandas", "hydra", "omegaconf")),
         ("workbench.run", ("torch", "vllm", "lm_eval", "transformers", "pandas")),
         ("workbench.statistics", ("torch", "vllm", "lm_eval", "pandas")),
         ("workbench.gating", ("torch", "vllm", "lm_eval")),

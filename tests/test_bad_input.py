@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 import os
 import resource
+import shutil
 import socket
 import subprocess
 import sys
@@ -17,8 +20,9 @@ import pytest
 from workbench.mini_models import model_path
 
 from tests import broken
-from workbench import records
+from workbench import cli, records
 from workbench.checkpoints.convert import quantize_checkpoint
+from workbench.records import TensorRecord
 
 MODEL = ["model=local", "model.name=mini", "analysis.capture=false"]
 
@@ -200,3 +204,149 @@ def test_a_prompt_longer_than_the_context_is_named_by_the_calibration(tmp_path: 
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert_refused(done, "prompt 2 of 2", "64", "--max-model-len")
     assert not (tmp_path / "activations.safetensors").exists()
+
+
+# ---- a run's own files -----------------------------------------------------------------------------------------------
+
+
+def small_run(folder: Path) -> Path:
+    """A run folder with one small record of every stage but the evaluation's answers."""
+    import pandas
+
+    record = {field.name: math.nan if field.type == "float" else "" for field in dataclasses.fields(TensorRecord)}
+    row = record | {"name": "a.weight", "source_arm": "source", "first_arm": "nvfp4", "second_arm": "requant"}
+    row |= {name: 0 for name in ("layer", "expert", "rows", "columns")} | {"shared_expert": False}
+    folder.mkdir()
+    pandas.DataFrame([row]).to_parquet(folder / "tensors.parquet")
+    records.write_text(folder / "config.yaml", "name: small\narms: {source: {}, nvfp4: {}, requant: {}}\n")
+    records.write_text(folder / "analysis.json", '{"schema_version": 1, "pairs": [], "gemm": [], "claims": []}')
+    records.write_json(folder / "comparison.json", records.Comparison(baseline="source", noise_arm="", tasks=()))
+    score = records.TaskScore(
+        arm="nvfp4", task="t", filter="f", metric="m", n=1, value=1.0, low=0.2, high=1.0, num_fewshot=0,
+        samples="s.jsonl", primary=True,
+    )  # fmt: skip
+    evaluation = records.Evaluation(
+        arm="nvfp4", scores=(score,), command=(), harness="h", request_order="forward", concurrency=1, seconds=1.0
+    )
+    records.write_json(folder / "eval" / "nvfp4" / "scores.json", evaluation)
+    lint = records.LintReport(
+        checkpoint="c", dialect="plain", checks=(), findings=(), quantized_tensors=0, tensors=1, seconds=0.1
+    )
+    records.write_json(folder / "lint" / "nvfp4.json", lint)
+    return folder
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def replaced(old: str, new: str) -> Callable[[Path], None]:
+    def replace(path: Path) -> None:
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new))
+
+    return replace
+
+
+def a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def wrong_columns(path: Path) -> None:
+    import pandas
+
+    pandas.DataFrame({"a": [1]}).to_parquet(path)
+
+
+def words_for_numbers(path: Path) -> None:
+    import pandas
+
+    pandas.read_parquet(path).assign(sqnr_total_db="high").to_parquet(path)
+
+
+def written(text: str) -> Callable[[Path], object]:
+    return lambda path: path.write_text(text)
+
+
+DAMAGES = [
+    ("comparison.json", cut, "compare"),
+    ("comparison.json", written("[]"), "compare"),
+    ("comparison.json", a_folder, "compare"),
+    ("comparison.json", replaced('"tasks": []', '"tasks": {}'), "compare"),
+    ("comparison.json", replaced('"source"', "5"), "compare"),
+    ("comparison.json", replaced('"noise_floor": {}', '"noise_floor": {"t|f": true}'), "compare"),
+    ("tensors.parquet", cut, "analyze"),
+    ("tensors.parquet", written(""), "analyze"),
+    ("tensors.parquet", wrong_columns, "analyze"),
+    ("tensors.parquet", words_for_numbers, "analyze"),
+    ("eval/nvfp4/scores.json", replaced('"n": 1', '"n": "1"'), "evaluate"),
+    ("eval/nvfp4/scores.json", replaced('"primary": true', '"primary": 1'), "evaluate"),
+    ("lint/nvfp4.json", replaced('"checks": []', '"checks": "all"'), "lint"),
+    ("lint/nvfp4.json", replaced('"dialect": "plain"', '"dialect": null'), "lint"),
+    ("config.yaml", written("[]"), None),
+    ("config.yaml", written(""), None),
+    ("config.yaml", written("5"), None),
+    ("manifest.json", written("[]"), None),
+]
+
+
+SHOWN_ONLY = [
+    ("analysis.json", cut, "analyze"),
+    ("analysis.json", written("[]"), "analyze"),
+    ("analysis.json", replaced("[]", "5"), "analyze"),
+    ("gemm.parquet", written("x"), "analyze"),
+    ("server/nvfp4.json", written("{}"), "evaluate"),
+    ("verdict.json", written("{}"), "gate"),
+]
+
+
+@pytest.mark.parametrize(("file", "damage", "stage"), DAMAGES + SHOWN_ONLY)
+def test_a_report_of_a_damaged_file_names_it_and_its_stage_and_exits_3(
+    file: str, damage: Callable[[Path], object], stage: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = small_run(tmp_path / "run")
+    (run_dir / file).parent.mkdir(exist_ok=True)
+    damage(run_dir / file)
+    assert cli.main(["report", str(run_dir)]) == 3
+    message = capsys.readouterr().err
+    assert f"{run_dir / file} is damaged: " in message
+    assert "fix: delete it" in message
+    assert "Traceback" not in message
+    if stage is not None:
+        assert f"(the {stage} stage writes it)" in message
+        assert f"run its stage again: {stage}\n" in message
+    assert f"{file}: " in (run_dir / "summary.md").read_text()
+
+
+def test_a_report_names_every_damaged_file_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = small_run(tmp_path / "run")
+    for name in ("comparison.json", "tensors.parquet", "analysis.json"):
+        cut(run_dir / name)
+    assert cli.main(["report", str(run_dir)]) == 3
+    message = capsys.readouterr().err
+    assert message.count(" is damaged: ") == 3
+    assert "run its stage again: compare, analyze" in message
+
+
+@pytest.mark.parametrize("file", ["comparison.json", "tensors.parquet", "analysis.json", "eval", "lint", "config.yaml"])
+def test_a_report_without_a_file_says_that_its_part_was_not_run(file: str, tmp_path: Path) -> None:
+    run_dir = small_run(tmp_path / "run")
+    path = run_dir / file
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert cli.main(["report", str(run_dir)]) == 0
+    assert "not run" in (run_dir / "summary.md").read_text()
+
+
+@pytest.mark.parametrize(("file", "damage", "stage"), DAMAGES)
+def test_the_gate_judges_nothing_by_a_damaged_file(
+    file: str, damage: Callable[[Path], object], stage: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = small_run(tmp_path / "run")
+    damage(run_dir / file)
+    assert cli.main(["gate", str(run_dir), "--gated", "nvfp4"]) == 3
+    message = capsys.readouterr().err
+    assert f"{run_dir / file} is damaged: " in message
+    assert "fix: delete it" in message
+    assert not (run_dir / "verdict.json").exists()

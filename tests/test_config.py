@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from workbench import cli
+from workbench.composition import compose, policy_file
 from workbench.errors import ConfigError
 from workbench.evaluation.spec import task_spec
-from workbench.settings import Settings, compose, policy_file, read_settings
+from workbench.settings import Settings, read_settings
 
 CONF = Path(str(files("workbench.conf")))
 README = Path(__file__).parent.parent / "README.md"
@@ -99,11 +100,43 @@ def test_mini_full_is_the_real_policy() -> None:
         ("stages=[lint,lint]", "stages"),
         ("arms=null", "arms"),
         ("paths.out=''", "paths.out"),
+        ("paths.cache=''", "paths.cache"),
+        ("model.name=a/b", "model.name"),
+        ("+compute.foo=1", "in compute: foo"),
+        ("+report.foo=1", "in report: foo"),
+        ("seed=4294967296", "seed is 4294967296"),
+        ("engine.concurrency=1000001", "engine.concurrency"),
+        ("+arms.source.concurrency_factor=inf", "concurrency_factor"),
+        ("+arms.source.concurrency_factor=nan", "concurrency_factor"),
+        ("model.exclude=[5]", "model.exclude[0] is 5"),
+        ("model.exclude=[a,true]", "model.exclude[1] is True"),
+        ("model.exclude=[[a]]", "model.exclude[0] is ['a']"),
+        ("model.exclude=a", "model.exclude is 'a', expected a list"),
+        ("model.checkpoints.nvfp4.make.exclude=[{a: 1}]", "model.checkpoints.nvfp4.make.exclude[0]"),
+        ("+arms.nvfp4.exclude=[null]", "arms.nvfp4.exclude[0] is None"),
+        ("lint.allow=[1.5]", "lint.allow[0] is 1.5"),
+        ("stages=[1]", "stages[0] is 1"),
+        ("model.tokenizer=5", "model.tokenizer is 5"),
+        ("engine.served_model=1e3", "engine.served_model is 1000.0"),
+        ("engine.dtype=true", "engine.dtype is True"),
+        ("+engine.env.A=true", "engine.env.A is True"),
+        ("analysis.pairs=[5]", "analysis.pairs[0] is 5"),
+        ("+model.checkpoints.nvfp4.make.rules=[{match: a, format: nvfp4, block: [x]}]", "rules[0].block[0] is 'x'"),
     ],
 )
 def test_a_setting_nobody_reads_or_that_does_not_fit_is_refused_by_name(override: str, named: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(named)):
         settings("experiment=kimi_requant", override)
+
+
+def test_text_that_looks_like_a_number_is_taken_in_quotes_and_in_an_environment() -> None:
+    with pytest.raises(ConfigError, match=r"model\.exclude\[0\]") as refused:
+        settings("experiment=kimi_requant", "model.exclude=[5]")
+    quoted = str(refused.value.fix).partition("quote it: ")[2].strip("'")
+    assert settings("experiment=kimi_requant", quoted).model.exclude == ("5",)
+    given = settings("experiment=kimi_requant", "+engine.env.THREADS=4", 'engine.served_model="5"')
+    assert given.engine.env == {"THREADS": "4"}
+    assert given.engine.served_model == "5"
 
 
 def test_an_unknown_override_is_refused() -> None:

@@ -15,7 +15,10 @@ from omegaconf import DictConfig
 from workbench.mini_models import model_path
 
 from workbench import cli, experiment, run
-from workbench.errors import CheckpointError
+from workbench.errors import CheckpointError, ConfigError
+
+FULL_OUTPUT = "error: the output could not be written: its disk is full\n  fix: free space\n"
+EVALUATE = ["evaluate", "http://127.0.0.1:9/v1", "--model", "m", "--tokenizer", "{model}", "--out", "{folder}/run"]
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +76,9 @@ def test_a_bug_exits_3_with_its_traceback(monkeypatch: pytest.MonkeyPatch, capsy
 
     monkeypatch.setattr(experiment, "run_experiment", bug)
     assert run.main(["experiment=kimi_requant"]) == 3
-    assert "Traceback" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "Traceback" in printed
+    assert "fix: report it" in printed
 
 
 @pytest.mark.parametrize(("codes", "worst"), [((0, 2), 2), ((0, 3, 2), 3), ((3, 1, 0), 1), ((0, 0), 0), ((2, 1), 1)])
@@ -104,15 +109,19 @@ def test_a_signal_exits_3(number: signal.Signals, tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", script],
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         cwd=tmp_path,
         env={**os.environ, "HYDRA_FULL_ERROR": "0"},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a test run in the background ignores it
     )
     assert process.stdout is not None
-    assert process.stdout.readline() == b"started\n"
+    assert process.stdout.readline() == "started\n"
     time.sleep(0.1)
     process.send_signal(number)
-    assert process.wait(timeout=20) == 3
+    _, message = process.communicate(timeout=20)
+    assert process.returncode == 3
+    assert message == "error: interrupted\n  fix: continue with resume=latest; the endpoints are stopped\n"
 
 
 @pytest.mark.parametrize(
@@ -135,35 +144,99 @@ def test_help_answers_in_under_a_second() -> None:
     assert time.monotonic() - start < 1.0
 
 
-@pytest.mark.parametrize("override", ["foo=1", "engine=bogus", "eval=[bogus]", "eval=5", "a=b=c", "engine.port=["])
-def test_hydras_own_errors_are_one_message_with_a_way_out(override: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("override", "says", "way_out"),
+    [
+        ("foo=1", "Could not override 'foo'", "keys here: "),
+        ("engine.prot=1", "Could not override 'engine.prot'", "keys in engine: port, "),
+        ("engine.args.max_num_seqs=1", "Could not override", "+engine.args.max_num_seqs=VALUE"),
+        ("engine=bogus", "Could not find 'engine/bogus'", "choose for engine: external, vllm"),
+        ("eval=[gsm8k_mimi]", "Could not load 'eval/gsm8k_mimi'", "choose for eval: gsm8k_mini, "),
+        ("eval=5", "Got int", "--help"),
+        ("a=b=c", "mismatched input", "'a=b=c' as KEY=VALUE"),
+        ("engine.port=[", "no viable alternative", "'engine.port=[' as KEY=VALUE"),
+        ("~nope", "Could not delete", "--cfg job"),
+        ("bogus/group@x=1", "'bogus/group' does not exist", "each group: analysis, backend, "),
+        ("model.root=${nope}", "Interpolation key 'nope' not found", "give model.root another value"),
+        ("--badflag", "unrecognized arguments: --badflag", "--hydra-help"),
+        ("--cfg=nope", "invalid choice: 'nope'", "--hydra-help"),
+    ],
+)
+def test_hydras_own_errors_are_one_message_with_a_way_out(
+    override: str, says: str, way_out: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run.main(["experiment=kimi_requant", override]) == 3
     printed = capsys.readouterr().err
-    assert printed.startswith("error: ")
-    assert "fix: " in printed
+    assert printed.count("error: ") == 1
+    assert says in printed
+    assert way_out in printed.partition("fix: ")[2]
     assert "Traceback" not in printed
     assert "HYDRA_FULL_ERROR" not in printed
 
 
-def test_a_damaged_record_and_a_folder_that_is_no_run_are_named_by_the_gate(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("stages", ["report", "analyze,report"])
+def test_a_run_without_a_gate_says_why_it_exits_3(
+    stages: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    overrides = [f"stages=[{stages}]", "analysis.pairs=[]", f"paths.out={tmp_path}"]
+    assert run.main(["experiment=kimi_requant", *overrides]) == 3
+    printed = capsys.readouterr().err
+    assert f"error: nothing was judged: stages=[{stages}] has no gate" in printed
+    assert f"fix: for a verdict 'stages=[{stages.replace('report', 'gate,report')}]'" in printed
+
+
+def test_what_is_no_run_folder_is_named_by_the_gate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["gate", str(tmp_path / "nowhere"), "--gated", "nvfp4"]) == 3
-    assert "nowhere" in capsys.readouterr().err
-    (tmp_path / "comparison.json").write_text("[1")
-    assert cli.main(["gate", str(tmp_path), "--gated", "nvfp4"]) == 3
-    assert "comparison.json is damaged" in capsys.readouterr().err
+    assert "nowhere is no run folder" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("content", [b"a: [1", b"\xff\xfe", b"- 1\n", b"a: !unknown 1"])
+def test_an_arm_that_the_run_does_not_have_is_refused_by_the_judge(tmp_path: Path) -> None:
+    policy = {"name": "mine", "margin_pp": 1.0}
+    (tmp_path / "config.yaml").write_text("arms: {source: {}, nvfp4: {}}")
+    with pytest.raises(ConfigError, match="has no arm 'nope'") as refused:
+        experiment.judge(tmp_path, {**policy, "gated": ["nvfp4"], "reported": ["nope"]})
+    assert refused.value.fix == "arms: source, nvfp4"
+    with pytest.raises(ConfigError, match="the policy mine gates no arm") as refused:
+        experiment.judge(tmp_path, {**policy, "gated": []})
+    assert "--gated ARM" in refused.value.fix
+    assert "source, nvfp4" in refused.value.fix
+    assert not (tmp_path / "verdict.json").exists()
+    assert experiment.judge(tmp_path, {**policy, "gated": ["nvfp4"]}).status == "invalid"
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"a: [1", "cannot be read"),
+        (b"\xff\xfe", "cannot be read"),
+        (b"- 1\n", "is not a mapping"),
+        (b"5", "cannot be read: it is no mapping"),
+        (b"a: !unknown 1", "cannot be read"),
+        (b"", "is empty"),
+        (b"\n# nothing\n", "is empty"),
+        (b"# " + b"x" * (1 << 20), "is larger than 1 MiB"),
+    ],
+)
 def test_a_policy_that_cannot_be_read_is_named(
-    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: bytes, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "policy.yaml").write_bytes(content)
     assert cli.main(["gate", str(tmp_path), "--policy", str(tmp_path / "policy.yaml")]) == 3
     printed = capsys.readouterr().err
-    assert "policy.yaml" in printed
+    assert f"policy.yaml {says}" in printed
+    assert "fix: write it like conf/gate/smoke.yaml" in printed
     assert "Traceback" not in printed
+
+
+@pytest.mark.parametrize(
+    ("policy", "says"),
+    [("/dev/null", "/dev/null is empty"), ("/dev", "/dev is a folder"), ("nope", "there is no gate policy 'nope'")],
+)
+def test_a_policy_that_is_no_ordinary_file_is_named(
+    policy: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["gate", str(tmp_path), "--policy", policy]) == 3
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -193,22 +266,76 @@ def test_a_policy_that_cannot_be_read_is_named(
             "max-model-len",
         ),
         (["bench", "kernels", "--rows", "9" * 20], "cannot be measured"),
+        (["bench", "kernels", "--threads", "9" * 10], "cores"),
+        (["bench", "kernels", "--json", "{folder}"], "is a folder"),
         (["compare", "{folder}/nowhere"], "there is no folder"),
         (["gate", "{folder}", "--gated", "nope"], "has no arm 'nope'"),
+        (["gate", "{folder}", "--policy="], "it is empty"),
+        (["report", ""], "it is empty"),
+        (["report", "a" * 5000], "File name too long"),
+        (["calibrate", "{model}", "--out", "{folder}"], "is a folder"),
+        (["calibrate", "{model}", "--out", "{folder}/file/a.safetensors"], "file is no folder"),
+        (["calibrate", "{folder}/nowhere", "--out", "{folder}/a.safetensors"], "no checkpoint at"),
+        (["serve", "{model}", "--log", "{folder}"], "is a folder"),
+        (["serve", "{model}", "--engine-arg", "=5"], "'=5' is not KEY=VALUE"),
+        (["serve", "{model}", "--engine-env", "A"], "'A' is not KEY=VALUE"),
+        (["analyze", "{model}", "{model}", "--out", "{folder}/file"], "file is no folder"),
+        (["analyze", "{model}", "{model}", "--out", "x", "--second", "nope"], "neither a format nor a checkpoint's"),
+        (["analyze", "{model}", "{model}", "--out", "x", "--activations", "{folder}"], "is a folder"),
+        (["analyze", "{model}", "{model}", "--out", "x", "--bootstrap", "nan"], "'nan' is no whole number from 1"),
+        ([*EVALUATE, "--task", "gsm8k_mini]"], "there is no task 'gsm8k_mini]'"),
+        ([*EVALUATE, "--task", ""], "there is no task ''"),
+        ([*EVALUATE, "--task", "gsm8k_local"], "eval.gsm8k.data.test"),
+        ([*EVALUATE, "--task", "gsm8k_mini", "--limit", "-3"], "'-3' is no whole number from 1"),
+        ([*EVALUATE, "--task", "gsm8k_mini", "--out", "{folder}/file"], "file is no folder"),
     ],
 )
 def test_a_value_that_cannot_be_is_named_and_nothing_is_touched(
     arguments: list[str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "lint").mkdir()
-    (tmp_path / "lint" / "source.json").write_text("{}")
+    (tmp_path / "config.yaml").write_text("arms: {source: {}}")
+    (tmp_path / "file").write_text("")
     before = (model_path() / "config.json").read_bytes()
     assert cli.main([a.format(model=model_path(), folder=tmp_path) for a in arguments]) == 3
     message = capsys.readouterr().err
     assert named in message
     assert "fix:" in message
+    assert "Traceback" not in message
     assert (model_path() / "config.json").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "file"]
     assert not Path("/dev/full").is_file()
+
+
+@pytest.mark.parametrize(
+    ("module", "unbuffered"), [("workbench.cli", ""), ("workbench.run", ""), ("workbench.run", "1")]
+)
+def test_help_to_a_full_disk_or_a_reader_that_has_gone_ends_in_3(module: str, unbuffered: str) -> None:
+    command = [sys.executable, "-m", module, "--help"]
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (3, FULL_OUTPUT)
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment)
+    os.close(writer)
+    message = "error: what read the output has closed it\n  fix: let it read to the end, or write to a file\n"
+    assert (done.returncode, done.stderr) == (3, message)
+
+
+def test_a_closed_stdout_is_no_error() -> None:
+    command = [sys.executable, "-m", "workbench.cli", "lint", str(model_path())]
+    done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *command], stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_name_that_stdout_cannot_encode_is_escaped(tmp_path: Path) -> None:
+    (tmp_path / "ünï cødé").symlink_to(model_path())
+    command = [sys.executable, "-m", "workbench.cli", "lint", str(tmp_path / "ünï cødé")]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "\\xfcn\\xef c\\xf8d\\xe9: plain" in done.stdout
 
 
 def test_a_report_to_a_full_disk_is_one_message() -> None:

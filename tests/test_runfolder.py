@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 import time
@@ -65,6 +66,27 @@ def test_an_output_root_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     blocker.write_text("")
     with pytest.raises(OutputError, match="file"):
         runfolder.open_run(blocker / "reports", "demo", CONFIG, None)
+
+
+def test_a_record_that_is_damaged_is_named(tmp_path: Path) -> None:
+    folder = runfolder.open_run(tmp_path, "demo", CONFIG, None)
+    (folder.path / "manifest.json").write_text("[]")
+    folder.close()
+    with pytest.raises(OutputError, match=r"manifest\.json is damaged") as refused:
+        runfolder.open_run(tmp_path, "demo", CONFIG, "latest")
+    assert "delete it" in refused.value.fix
+    (folder.path / "lint.json").mkdir()
+    with pytest.raises(OutputError, match=r"lint\.json is damaged"):
+        runfolder.read_record(records.LintReport, folder.path / "lint.json")
+
+
+def test_a_disk_without_locks_is_not_taken_for_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(runfolder.fcntl, "flock", no_locks)
+    with pytest.raises(OutputError, match="No locks available"):
+        runfolder.open_run(tmp_path, "demo", CONFIG, None)
 
 
 def test_the_manifest_keeps_the_first_start_and_adds_up_stages(tmp_path: Path) -> None:

@@ -13,50 +13,42 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 
 import hydra
 from omegaconf import DictConfig
 
-from workbench.errors import WorkbenchError
-from workbench.interrupt import Interrupted, terminable
-from workbench.settings import register_resolvers
+from workbench.composition import is_refusal, register_resolvers, way_out
+from workbench.entry import COULD_NOT_RUN, complain, explain, safe_streams
+from workbench.interrupt import terminable
 
-COULD_NOT_RUN = 3
 SEVERITY = (1, 3, 2, 0)  # the worst of several jobs comes first
+AGAIN = "continue with resume=latest; the endpoints are stopped"
+BAD_FLAG = (
+    "settings are KEY=VALUE and stand side by side, all before or all after the flags, e.g. --multirun"
+    " experiment=kimi_requant seed=1,2; --help lists what can be set, --hydra-help the flags"
+)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the front door with Hydra's command line; returns the exit code (0 for --help, --cfg and --info)."""
+    safe_streams()
     register_resolvers()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle threads sleep: the engine shares these cores
     codes: list[int] = []
-
-    @hydra.main(version_base="1.3", config_path="pkg://workbench.conf", config_name="config")
-    def jobs(config: DictConfig) -> None:
-        codes.append(_run_one(config))
-
     arguments = sys.argv
     if argv is not None:
         sys.argv = ["python -m workbench.run", *argv]
     full_error = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing its own text and exiting 1
     try:
-        with terminable():
-            jobs()
-    except SystemExit as stop:  # Hydra's own errors and argparse's bad flags
-        if stop.code not in (None, 0):
+        _run_jobs(codes)
+        sys.stdout.flush()  # a full disk or a reader that has gone is found here, not at the interpreter's end
+    except BaseException as error:  # a job's own errors end in _run_one: this one came before it, or ended it
+        if isinstance(error, Exception) and is_refusal(error):
+            complain(str(error).strip(), way_out(error))
             codes.append(COULD_NOT_RUN)
-    except (KeyboardInterrupt, Interrupted):
-        print("interrupted: endpoints are stopped; continue with resume=latest", file=sys.stderr)
-        codes.append(COULD_NOT_RUN)
-    except Exception as error:  # a job's own errors end in _run_one: this one came while composing
-        if _is_composition_error(error):
-            print(f"error: {str(error).strip()}", file=sys.stderr)
-            print("  fix: --help lists the groups and their choices, --cfg job shows every key", file=sys.stderr)
         else:
-            traceback.print_exc()
-        codes.append(COULD_NOT_RUN)
+            codes.append(explain(error, again=AGAIN))
     finally:
         sys.argv = arguments
         os.environ.pop("HYDRA_FULL_ERROR")
@@ -65,29 +57,30 @@ def main(argv: list[str] | None = None) -> int:
     return next((code for code in SEVERITY if code in codes), 0)
 
 
+def _run_jobs(codes: list[int]) -> None:
+    """Let Hydra compose and run every job of the command line; their exit codes are appended."""
+
+    @hydra.main(version_base="1.3", config_path="pkg://workbench.conf", config_name="config")
+    def jobs(config: DictConfig) -> None:
+        codes.append(_run_one(config))
+
+    try:
+        with terminable():
+            jobs()
+    except SystemExit as stop:  # argparse's bad flags, after their own text; --help and --version end here as well
+        if stop.code not in (None, 0):
+            print(f"  fix: {BAD_FLAG}", file=sys.stderr)
+            codes.append(COULD_NOT_RUN)
+
+
 def _run_one(config: DictConfig) -> int:
     """One job. Never raises but for an interruption: in a multirun the other jobs still run."""
     try:
         from workbench.experiment import run_experiment
 
         return run_experiment(config)
-    except WorkbenchError as error:
-        print(f"error: {error}", file=sys.stderr)
-    except Exception:
-        traceback.print_exc()
-        print("this is a bug in the workbench; the traceback above says where", file=sys.stderr)
-    return COULD_NOT_RUN
-
-
-def _is_composition_error(error: Exception) -> bool:
-    """Whether Hydra or OmegaConf refused an override: their own types, or a plain error raised in their code."""
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
-    if isinstance(error, (HydraException, OmegaConfBaseException)):
-        return True
-    frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and any(part in frames[-1].filename for part in ("/hydra/", "/omegaconf/", "/antlr4/"))
+    except Exception as error:
+        return explain(error, again=AGAIN)
 
 
 if __name__ == "__main__":

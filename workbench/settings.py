@@ -1,8 +1,9 @@
 """The composed configuration as typed, frozen settings.
 
-Hydra composes `conf/`; this module turns the result into dataclasses and refuses what it does not know: a key that
-nobody reads is a setting that silently does nothing. `compose(overrides)` is the one way to get a configuration
-without Hydra's command line.
+    settings = read_settings(compose(["experiment=kimi_requant"]))
+
+Hydra composes `conf/` (`workbench.composition`); this module turns the result into dataclasses and refuses what it does
+not know: a key that nobody reads is a setting that silently does nothing.
 """
 
 from __future__ import annotations
@@ -10,17 +11,20 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import types
+import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
+from workbench.composition import resolve
 from workbench.errors import ConfigError
 
 STAGES = ("prepare", "lint", "analyze", "evaluate", "compare", "gate", "report")
+MOST = 1_000_000  # of whatever is counted: above it lies a typing mistake
+MOST_SEED = (1 << 32) - 1  # numpy's
 T = TypeVar("T")
 
 
@@ -136,6 +140,16 @@ class LintSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ComputeSettings:
+    threads: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportSettings:
+    title: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PathSettings:
     out: str
     cache: str
@@ -158,27 +172,9 @@ class Settings:
     gate: dict[str, Any]
     lint: LintSettings
     paths: PathSettings
-    report: dict[str, Any]
-    compute: dict[str, Any]
+    report: ReportSettings
+    compute: ComputeSettings
     resume: str | None = None
-
-
-def register_resolvers() -> None:
-    """Resolvers of conf/: `mini_model:NAME` is the folder of a shipped mini model."""
-    OmegaConf.register_new_resolver("mini_model", _mini_model, replace=True)
-
-
-def compose(overrides: Sequence[str]) -> DictConfig:
-    """Compose conf/ with Hydra overrides, without Hydra's command line. Raises ConfigError."""
-    import hydra
-    from hydra.errors import HydraException
-
-    register_resolvers()
-    try:
-        with hydra.initialize_config_module("workbench.conf", version_base="1.3"):
-            return hydra.compose("config", overrides=list(overrides))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"could not compose the configuration: {error}", fix="see --help and --cfg job") from error
 
 
 def read_settings(config: DictConfig) -> Settings:
@@ -193,11 +189,7 @@ def read_settings(config: DictConfig) -> Settings:
             f"these settings have no value: {', '.join(missing)}",
             fix="give each on the command line, e.g. " + " ".join(f"{key}=…" for key in missing),
         )
-    try:
-        plain = OmegaConf.to_container(config, resolve=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"could not resolve the configuration: {error}") from error
-    settings = _read(Settings, plain, "")
+    settings = _read(Settings, resolve(config), "")
     _check(settings)
     return settings
 
@@ -211,37 +203,25 @@ def check_name(what: str, name: str) -> None:
         )
 
 
-def policy_file(name: str) -> Path:
-    """A gate policy by its name in conf/gate, or a YAML file's own path. Raises ConfigError naming the choices."""
-    from importlib.resources import files
-
-    shipped = Path(str(files("workbench.conf"))) / "gate"
-    for path in (shipped / f"{name}.yaml", Path(name)):
-        if path.is_file():
-            return path
-    names = ", ".join(sorted(path.stem for path in shipped.glob("*.yaml")))
-    raise ConfigError(f"there is no gate policy {name!r}", fix=f"give a YAML file, or one of: {names}")
-
-
 def _check(settings: Settings) -> None:
     arms = settings.arms
     check_name("name", settings.name)
+    check_name("model.name", settings.model.name)
+    for checkpoint_name in settings.model.checkpoints:
+        check_name(f"model.checkpoints.{checkpoint_name}", checkpoint_name)
     for arm_name in arms:
         check_name(f"arms.{arm_name}", arm_name)
-    if not settings.paths.out:
-        raise ConfigError("paths.out is empty", fix="name a folder, e.g. paths.out=reports")
-    _at_least("seed", settings.seed, 0)
-    _at_least("engine.concurrency", settings.engine.concurrency, 1)
-    _at_least("engine.tensor_parallel_size", settings.engine.tensor_parallel_size, 1)
-    _at_least("analysis.prompts", settings.analysis.prompts, 1)
-    _at_least("analysis.reservoir_rows", settings.analysis.reservoir_rows, 1)
-    _at_least("analysis.bootstrap", settings.analysis.bootstrap, 1)
-    threads = settings.compute.get("threads")
-    cores = os.cpu_count() or 1
-    if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or not 1 <= threads <= cores):
-        raise ConfigError(
-            f"compute.threads is {threads!r}", fix=f"a whole number from 1 to {cores}, or null for every core"
-        )
+    for key in ("out", "cache"):
+        if not getattr(settings.paths, key):
+            raise ConfigError(f"paths.{key} is empty", fix=f"name a folder, e.g. paths.{key}=reports")
+    _within("seed", settings.seed, 0, MOST_SEED)
+    _within("engine.concurrency", settings.engine.concurrency, 1, MOST)
+    _within("engine.tensor_parallel_size", settings.engine.tensor_parallel_size, 1, MOST)
+    _within("analysis.prompts", settings.analysis.prompts, 1, MOST)
+    _within("analysis.reservoir_rows", settings.analysis.reservoir_rows, 1, MOST)
+    _within("analysis.bootstrap", settings.analysis.bootstrap, 1, MOST)
+    if settings.compute.threads is not None:
+        _within("compute.threads", settings.compute.threads, 1, os.cpu_count() or 1)
     if settings.noise_arm == settings.baseline:
         raise ConfigError("noise_arm is the baseline itself", fix="noise_arm=null, or an arm that repeats the baseline")
     if len(set(settings.stages)) != len(settings.stages) or not settings.stages:
@@ -259,10 +239,10 @@ def _check(settings: Settings) -> None:
     if unknown:
         raise ConfigError(f"unknown stages: {', '.join(unknown)}", fix=f"choose among {', '.join(STAGES)}")
     for pair in settings.analysis.pairs:
-        for arm in (pair.first, pair.second, pair.direct):
-            if arm is not None and arm not in arms:
+        for named in (pair.first, pair.second, pair.direct):
+            if named is not None and named not in arms:
                 raise ConfigError(
-                    f"analysis.pairs names the arm {arm!r}, which does not exist", fix=f"arms: {', '.join(arms)}"
+                    f"analysis.pairs names the arm {named!r}, which does not exist", fix=f"arms: {', '.join(arms)}"
                 )
     for name, arm in arms.items():
         if arm.backend.kind not in ("reference", "emulation", "requant"):
@@ -274,8 +254,10 @@ def _check(settings: Settings) -> None:
                 f"arm {name} requantizes but has no target format",
                 fix=f"add +format@arms.{name}.format=mxfp4, or list /format@arms.{name}.format in the experiment",
             )
-        if not arm.concurrency_factor > 0:
-            raise ConfigError(f"arms.{name}.concurrency_factor is {arm.concurrency_factor}", fix="a number above 0")
+        if not 0 < arm.concurrency_factor <= MOST:
+            raise ConfigError(
+                f"arms.{name}.concurrency_factor is {arm.concurrency_factor}", fix=f"a number above 0, at most {MOST}"
+            )
         if arm.request_order not in ("forward", "reversed"):
             raise ConfigError(f"arms.{name}.request_order is {arm.request_order!r}", fix="choose forward or reversed")
         if not arm.checkpoint.path and arm.checkpoint.make is None:
@@ -290,15 +272,9 @@ def _missing_keys(node: Any, where: str = "") -> list[str]:
     return [key for name, item in items for key in _missing_keys(item, f"{where}.{name}".lstrip("."))]
 
 
-def _at_least(key: str, value: int, least: int) -> None:
-    if value < least:
-        raise ConfigError(f"{key} is {value}", fix=f"a whole number of at least {least}")
-
-
-def _mini_model(name: str) -> str:
-    from workbench.mini_models import model_path
-
-    return str(model_path(name))
+def _within(key: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise ConfigError(f"{key} is {value}", fix=f"a whole number from {least} to {most}")
 
 
 def _read(kind: type[T], value: Any, where: str) -> T:
@@ -326,16 +302,14 @@ def _read(kind: type[T], value: Any, where: str) -> T:
             f"missing in {where or 'the configuration'}: {', '.join(absent)}",
             fix="give each a value on the command line; --cfg job shows the whole configuration",
         )
-    import typing
-
     hints = typing.get_type_hints(kind)
-    return kind(**{key: _convert(hints[key], item, f"{where}.{key}".lstrip(".")) for key, item in value.items()})
+    plain_first = sorted(
+        value.items(), key=lambda item: isinstance(item[1], Mapping)
+    )  # a fault is named where it is set
+    return kind(**{key: _convert(hints[key], item, f"{where}.{key}".lstrip(".")) for key, item in plain_first})
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
-    import types
-    import typing
-
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         if value is None:
@@ -352,11 +326,13 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if origin is dict:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{where} is {value!r}, expected a mapping", fix=f"e.g. +{where}.key=value")
+        if args[1] is str:  # an environment: a number is as good as its digits
+            value = {key: str(item) if _is_number(item) else item for key, item in value.items()}
         return {str(key): _convert(args[1], item, f"{where}.{key}") for key, item in value.items()}
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    if hint is float and _is_number(value):
         return float(value)
-    if hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
-        return str(value)
+    if hint is str and not isinstance(value, str):
+        raise ConfigError(f"{where} is {value!r}, expected text", fix=_quoted(where, value))
     if (hint is int and isinstance(value, bool)) or not isinstance(value, hint):
         raise ConfigError(
             f"{where} is {value!r}, expected {hint.__name__}", fix=f"give another: {where}=VALUE (see --cfg job)"
@@ -364,9 +340,14 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     return value
 
 
-def resolved_yaml(config: DictConfig) -> str:
-    """The configuration with every interpolation resolved, `resume` left out: what a run folder keeps."""
-    plain = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(plain, dict)
-    plain.pop("resume", None)
-    return OmegaConf.to_yaml(OmegaConf.create(plain))
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _quoted(where: str, value: Any) -> str:
+    """How to write what is meant as text and reads as something else, on Hydra's command line."""
+    if not isinstance(value, (bool, int, float)):
+        return f"give another: {where}=VALUE (see --cfg job)"
+    key, _, element = where.partition("[")
+    text = f'"{str(value).lower()}"'
+    return f"for text quote it: '{key}={f'[{text}]' if element else text}'"

@@ -35,33 +35,38 @@ _BY_ARM = ("lint", "servers", "evaluations")
 _MISFIT = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, jinja2.TemplateError)
 
 
-def build_report(run_dir: Path) -> Path:
+def build_report(run_dir: Path, *, strict: bool = False) -> Path:
     """Write report.html and summary.md into `run_dir` and return the former's path.
 
     Raises ConfigError when `run_dir` is no run folder (nothing is written then), OutputError. Files that cannot be
-    read, or whose contents do not fit together, are left out and named on both pages.
+    read, or whose contents do not fit together, are left out and named on both pages; strict: OutputError names them
+    as well, once the pages are written.
     """
     if not str(run_dir):
         raise ConfigError("'' is no run folder", fix="give the folder that a run printed")
     run_dir = Path(run_dir)
-    html, summary = _render_readable(load_run(run_dir))
+    html, summary, files = _render_readable(load_run(run_dir))
     target = run_dir / "report.html"
     write_text(run_dir / "summary.md", summary)
     write_text(target, html)
+    if strict:
+        files.refuse_damaged()
     return target
 
 
-def _render_readable(files: RunFiles) -> tuple[str, str]:
-    """Both pages. A file that reads well but holds something else is found by leaving files out."""
+def _render_readable(files: RunFiles) -> tuple[str, str, RunFiles]:
+    """Both pages, and the files shown. A file that reads well but holds something else is found by leaving files
+    out."""
     try:
-        return _render_pages(files)
+        return *_render_pages(files), files
     except _MISFIT as error:
         present = [name for name, attribute in _PARTS.items() if _is_there(getattr(files, attribute))]
         for left_out in [*([name] for name in present), *(present[:n] for n in range(2, len(present) + 1))]:
             problems = [f"{name}: its contents do not fit ({type(error).__name__}: {error})" for name in left_out]
-            changes = {_PARTS[name]: {} if _PARTS[name] in _BY_ARM else None for name in left_out}
+            changes: dict[str, Any] = {_PARTS[name]: {} if _PARTS[name] in _BY_ARM else None for name in left_out}
             with contextlib.suppress(*_MISFIT):
-                return _render_pages(dataclasses.replace(files, problems=[*files.problems, *problems], **changes))
+                fewer = dataclasses.replace(files, problems=[*files.problems, *problems], **changes)
+                return *_render_pages(fewer), fewer
         raise
 
 

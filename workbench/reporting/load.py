@@ -1,19 +1,22 @@
 """Read what a run folder holds. A stage that did not run leaves no file; the report says so instead of failing.
 
 files = load_run(run_dir)
-files.verdict is None      # the gate did not run
-files.problems             # files that are there but cannot be read
+files.verdict is None                # the gate did not run
+files.problems                       # files that are there but cannot be read
+files.refuse_damaged("comparison.json", "eval")   # raises where one of them cannot
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import types
+import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from workbench.errors import ConfigError
+from workbench.errors import ConfigError, OutputError
 from workbench.records import (
     SCHEMA_VERSION,
     Comparison,
@@ -24,13 +27,17 @@ from workbench.records import (
     ServerRecord,
     TensorRecord,
     Verdict,
-    read_json,
+    from_json,
 )
 
 if TYPE_CHECKING:
     import pandas as pd
 
 T = TypeVar("T")
+STAGE_OF = {  # a file, or a folder of files: the stage that writes it
+    "lint": "lint", "analysis.json": "analyze", "tensors.parquet": "analyze", "gemm.parquet": "analyze",
+    "server": "evaluate", "eval": "evaluate", "comparison.json": "compare", "verdict.json": "gate",
+}  # fmt: skip
 _MARKS = (
     "config.yaml", "manifest.json", "verdict.json", "comparison.json", "analysis.json", "tensors.parquet",
     "gemm.parquet", "eval", "lint/*.json", "server/*.json",
@@ -60,14 +67,28 @@ class RunFiles:
         files = [problem.partition(": ")[0] for problem in self.problems]
         return [file for file in files if file in names or file.partition("/")[0] in names]
 
+    def refuse_damaged(self, *names: str) -> None:
+        """Raise OutputError where one of the files (without names: any) cannot be read, naming all and their stages."""
+        wanted = self.damaged(*names) if names else None
+        lines, stages = [], []
+        for problem in self.problems:
+            file, _, why = problem.partition(": ")
+            if wanted is not None and file not in wanted:
+                continue
+            stage = STAGE_OF.get(file.partition("/")[0])
+            lines.append(
+                f"{self.run_dir / file} is damaged: {why}" + (f" (the {stage} stage writes it)" if stage else "")
+            )
+            stages += [stage] if stage else []
+        again = f"delete it and run its stage again: {', '.join(dict.fromkeys(stages))}"
+        if lines:
+            raise OutputError("\n".join(lines), fix=again if stages else "delete it, or put back what the run wrote")
+
     def arms(self) -> list[str]:
         """Arm names: the config's order first, then whatever else left a file."""
         from omegaconf import OmegaConf
 
-        try:
-            config: Any = OmegaConf.to_container(OmegaConf.create(self.config))
-        except Exception:  # the parser's errors are several unrelated types; the order of arms is no reason to fail
-            config = {}
+        config = OmegaConf.to_container(OmegaConf.create(self.config)) if self.config else {}
         arms = config.get("arms") if isinstance(config, dict) else None
         named = [str(arm) for arm in arms] if isinstance(arms, dict) else []
         rest = [*self.servers, *self.evaluations, *self.lint]
@@ -92,31 +113,82 @@ def load_run(run_dir: Path) -> RunFiles:
     files.evaluations = _per_arm(files, Evaluation, sorted(run_dir.glob("eval/*/scores.json")), lambda p: p.parent.name)
     files.tensors = _frame(files, run_dir / "tensors.parquet", TensorRecord)
     files.gemm = _frame(files, run_dir / "gemm.parquet", GemmRecord)
-    config, analysis = run_dir / "config.yaml", run_dir / "analysis.json"
-    if config.is_file():
-        try:
-            files.config = config.read_text(encoding="utf-8", errors="replace")
-        except OSError as error:
-            files.problems.append(f"config.yaml: {error}")
-    if analysis.is_file():
+    files.config = _config(files, run_dir / "config.yaml")
+    analysis = run_dir / "analysis.json"
+    if analysis.exists():
         try:
             content = json.loads(analysis.read_text(encoding="utf-8"))
-            if content["schema_version"] != SCHEMA_VERSION:
-                raise ValueError(f"schema version {content['schema_version']}, this code reads {SCHEMA_VERSION}")
+            if not isinstance(content, dict):
+                raise ValueError(f"it holds a {type(content).__name__}, expected a JSON object")
+            if content.get("schema_version") != SCHEMA_VERSION:
+                raise ValueError(f"schema version {content.get('schema_version')}, this code reads {SCHEMA_VERSION}")
             files.analysis = content
         except _UNREADABLE as error:
             files.problems.append(f"analysis.json: {error}")
     return files
 
 
+def _config(files: RunFiles, path: Path) -> str:
+    """The configuration's text; "" where there is none, or none that can be read."""
+    from omegaconf import OmegaConf
+
+    if not path.exists():
+        return ""
+    try:
+        text = path.read_text(encoding="utf-8")
+        if not text.strip():
+            raise ValueError("it is empty")
+        if not isinstance(OmegaConf.to_container(OmegaConf.create(text)), dict):
+            raise ValueError("it is no mapping of settings")
+    except Exception as error:  # the parser's errors are several unrelated types
+        files.problems.append(f"{path.name}: {str(error) or 'it is no mapping of settings'}")
+        return ""
+    return text
+
+
 def _record(files: RunFiles, kind: type[T], path: Path) -> T | None:
-    if not path.is_file():
+    if not path.exists():
         return None
     try:
-        return read_json(kind, path)
+        text = path.read_text(encoding="utf-8")
+        record = from_json(kind, text)
+        _check_types(kind, json.loads(text), kind.__name__)
+        return record
     except _UNREADABLE as error:
         files.problems.append(f"{path.relative_to(files.run_dir)}: {error}")
         return None
+
+
+def _check_types(kind: Any, value: Any, where: str) -> None:
+    """Raise ValueError where a record's JSON holds something else than the field's type: building it does not look."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        if value is not None:
+            _check_types(next(a for a in arguments if a is not type(None)), value, where)
+    elif dataclasses.is_dataclass(kind):
+        _check_holds(dict, value, where)
+        hints = typing.get_type_hints(kind)
+        for name in hints.keys() & value.keys():
+            _check_types(hints[name], value[name], f"{where}.{name}")
+    elif origin is tuple:
+        _check_holds(list, value, where)
+        for index, item in enumerate(value):
+            _check_types(arguments[0], item, f"{where}[{index}]")
+    elif origin is dict:
+        _check_holds(dict, value, where)
+        for key, item in value.items():
+            _check_types(arguments[1], item, f"{where}[{key!r}]")
+    elif kind is float:
+        if value not in (None, "inf", "-inf"):  # null is NaN
+            _check_holds((int, float), value, where)
+    elif kind is not Any:
+        _check_holds(kind, value, where)
+
+
+def _check_holds(kinds: Any, value: Any, where: str) -> None:
+    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+        expected = "a number" if kinds == (int, float) else kinds.__name__
+        raise ValueError(f"{where} is {value!r}, expected {expected}")
 
 
 def _per_arm(files: RunFiles, kind: type[T], paths: list[Path], arm_of: Any) -> dict[str, T]:
@@ -124,18 +196,22 @@ def _per_arm(files: RunFiles, kind: type[T], paths: list[Path], arm_of: Any) -> 
     return {arm: record for arm, record in found.items() if record is not None}
 
 
-def _frame(files: RunFiles, path: Path, kind: type) -> pd.DataFrame | None:
-    if not path.is_file():
+def _frame(files: RunFiles, path: Path, kind: Any) -> pd.DataFrame | None:
+    if not path.exists():
         return None
     import pandas as pd
 
+    hints = typing.get_type_hints(kind)
+    required = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
     try:
         frame = pd.read_parquet(path)
+        for name in required:
+            if name not in frame.columns:
+                raise ValueError(f"its contents do not fit (no column {name})")
+        for name in frame.columns:
+            if hints.get(name) in (int, float) and not pd.api.types.is_numeric_dtype(frame[name]):
+                raise ValueError(f"its contents do not fit (column {name} holds no numbers)")
     except _UNREADABLE as error:  # pyarrow's errors are subclasses of these
         files.problems.append(f"{path.name}: {error}")
-        return None
-    absent = [field for field in dataclasses.fields(kind) if field.name not in frame.columns]
-    if absent:
-        files.problems.append(f"{path.name}: its contents do not fit (no column {absent[0].name})")
         return None
     return frame if len(frame) else None

@@ -1,0 +1,387 @@
+"""What each `workbench` command does with its parsed arguments; returns the exit code.
+
+    code = commands.lint(arguments)
+
+Every command checks where it is to write before it works. Imports that take time stand inside the commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from workbench.errors import ConfigError, OutputError
+
+SHOWN_NAMES = 3  # of a lint finding's tensors; --json has all
+TARGETS = ("nvfp4", "mxfp4")  # what `analyze --second` converts to
+
+
+def lint(arguments: argparse.Namespace) -> int:
+    from workbench import records
+    from workbench.checkpoints.lint import lint_checkpoint
+
+    if arguments.json:
+        _check_file("--json", arguments.json)
+        if arguments.json.resolve().is_relative_to(Path(arguments.path).resolve()):
+            raise ConfigError(f"--json {arguments.json} lies within the checkpoint", fix="write the findings elsewhere")
+    report = lint_checkpoint(
+        arguments.path,
+        allow=tuple(arguments.allow),
+        all_scales=arguments.all_scales,
+        all_values=arguments.all_values,
+        tensor_parallel=tuple(arguments.tensor_parallel),
+    )
+    if arguments.json:
+        records.write_json(arguments.json, report)
+    print(
+        f"{report.checkpoint}: {report.dialect}, {report.tensors} tensors, {report.quantized_tensors} quantized, "
+        f"{len(report.checks)} checks in {report.seconds:.1f} s"
+    )
+    if report.scale_bytes_read < report.scale_bytes:
+        print(
+            f"every global and input scale was read, and {report.scale_bytes_read / 1e9:.2f} of"
+            f" {report.scale_bytes / 1e9:.2f} GB of block scales: a fault of single blocks may lie in the rest"
+            " (--all-scales)"
+        )
+    if report.value_bytes_read < report.value_bytes:
+        print(
+            f"{report.value_bytes_read / 1e9:.2f} of {report.value_bytes / 1e9:.2f} GB of plain weights and FP8 codes"
+            " were read: a NaN may lie in the rest (--all-values)"
+        )
+    for finding in report.findings:
+        place = " ".join(part for part in (finding.tensor, finding.file) if part)
+        print(f"{finding.severity}: {finding.check}: {place}: {finding.message}")
+        others = [name for name in finding.tensors if name != finding.tensor]
+        if others:
+            print(f"  also: {', '.join(others[:SHOWN_NAMES])}{', ...' if others[SHOWN_NAMES:] else ''}")
+        if finding.fix:
+            print(f"  fix: {finding.fix}")
+    if not report.findings:
+        print("clean")
+    if str(arguments.path).startswith("hf:"):
+        from workbench.checkpoints.hub import TRAFFIC
+
+        print(TRAFFIC)
+    return 1 if report.errors else 0
+
+
+def quantize(arguments: argparse.Namespace) -> int:
+    from workbench.checkpoints.convert import check_request, quantize_checkpoint
+    from workbench.checkpoints.recipe import read_recipe
+    from workbench.progress import Progress
+
+    if arguments.prompts and not arguments.calibrate:
+        raise ConfigError("--prompts is for --calibrate, which is not given", fix="add --calibrate, or drop --prompts")
+    _check_input("--activations", arguments.activations)
+    recipe = read_recipe(arguments.recipe) if arguments.recipe else None
+    shared_globals = not arguments.no_shared_globals
+    check_request(  # before a calibration starts
+        arguments.format, arguments.dialect, arguments.rule, recipe, shared_globals=shared_globals
+    )
+    amax = None
+    if arguments.calibrate or arguments.activations:
+        from workbench.formats.activations import read_activations
+
+        amax = read_activations(arguments.activations or _capture(arguments)).input_amax()
+    result = quantize_checkpoint(
+        arguments.source,
+        arguments.destination,
+        format=arguments.format,
+        dialect=arguments.dialect,
+        exclude=tuple(arguments.exclude),
+        include=tuple(arguments.include),
+        rule=arguments.rule,
+        block=arguments.block,
+        recipe=recipe,
+        weight_only=arguments.weight_only,
+        shared_globals=shared_globals,
+        input_amax=amax,
+        progress=Progress().counter("tensors"),
+        overwrite=arguments.overwrite,
+        resume=arguments.resume,
+        jobs=arguments.jobs,
+    )
+    for warning in result.warnings:
+        print(f"warning: {warning}")
+    counts = {
+        "quantized": result.quantized,
+        "copied": result.copied,
+        "decoded": result.decoded,
+        "kept": result.kept,
+    }
+    print(
+        f"wrote {result.path}: {', '.join(f'{len(names)} {what}' for what, names in counts.items() if names)}, "
+        f"{result.source_bytes / 1e6:.1f} MB -> {result.written_bytes / 1e6:.1f} MB (error and recipe: README.md)"
+    )
+    return 0
+
+
+def calibrate(arguments: argparse.Namespace) -> int:
+    _check_file("--out", arguments.out)
+    print(f"wrote {_capture(arguments, arguments.out)}")
+    return 0
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    from workbench.serving.serve import serve_forever
+    from workbench.serving.spec import EngineSpec, ServeSpec
+
+    _check_file("--log", arguments.log)
+    spec = ServeSpec(
+        arm=arguments.name or arguments.path.resolve().name,
+        checkpoint=arguments.path,
+        backend=arguments.backend,
+        format=arguments.format,
+        rule=arguments.rule,
+        activations=arguments.activations,
+        exclude=tuple(arguments.exclude),
+        kv_cache_dtype=arguments.kv_cache_dtype,
+        engine=EngineSpec(
+            host=arguments.host,
+            port=arguments.port,
+            max_model_len=arguments.max_model_len,
+            dtype=arguments.dtype,
+            tensor_parallel_size=arguments.tensor_parallel_size,
+            args=dict(arguments.engine_arg),
+            env=dict(arguments.engine_env),
+        ),
+    )
+    serve_forever(spec, arguments.log)
+    return 0
+
+
+def analyze(arguments: argparse.Namespace) -> int:
+    from workbench.analysis.study import analyze_pairs
+    from workbench.progress import Progress
+    from workbench.settings import FormatSettings, PairSettings
+
+    _check_folder("--out", arguments.out)
+    _check_input("--activations", arguments.activations)
+    target = arguments.second in TARGETS
+    if arguments.rule and not target:
+        raise ConfigError("--rule belongs to a second format, not to a stored checkpoint", fix="drop --rule")
+    if not target and not arguments.second.startswith("hf:") and not Path(arguments.second).is_dir():
+        raise ConfigError(
+            f"--second {arguments.second} is neither a format nor a checkpoint's folder",
+            fix=f"give {' or '.join(TARGETS)}, or a folder that exists",
+        )
+    second: tuple[Path, FormatSettings | None, str] = (Path(arguments.second), None, "auto")
+    if target:
+        second = (arguments.first, FormatSettings(name=arguments.second, rule=arguments.rule), "auto")
+    analyze_pairs(
+        out=arguments.out,
+        source_arm="source",
+        pairs=(PairSettings(first="first", second="second"),),
+        arms={"source": (arguments.source, None, "none"), "first": (arguments.first, None, "auto"), "second": second},
+        activations=arguments.activations,
+        bootstrap=arguments.bootstrap,
+        progress=Progress().bar,
+    )
+    print(f"wrote tensors.parquet, gemm.parquet and analysis.json in {arguments.out}")
+    return 0
+
+
+def evaluate(arguments: argparse.Namespace) -> int:
+    from workbench import records
+    from workbench.evaluation.run import evaluate
+    from workbench.progress import Progress
+    from workbench.settings import check_name
+
+    check_name("--arm", arguments.arm)
+    say = Progress()
+    out = arguments.out / "eval" / arguments.arm
+    _check_folder("--out", out)
+    result = evaluate(
+        arm=arguments.arm,
+        base_url=arguments.url,
+        model=arguments.model,
+        tokenizer=arguments.tokenizer,
+        tasks=_tasks(arguments.task, limit=arguments.limit, num_fewshot=arguments.num_fewshot),
+        out_dir=out,
+        concurrency=arguments.concurrency,
+        request_order="forward",
+        max_length=arguments.max_length,
+        seed=0,
+        progress=say.counter("answers"),
+    )
+    records.write_json(out / "scores.json", result)
+    say.scores(result)
+    return 0
+
+
+def compare(arguments: argparse.Namespace) -> int:
+    from workbench import records
+    from workbench.comparison import compare_arms
+
+    if not arguments.run.is_dir():
+        raise ConfigError(f"there is no folder {arguments.run}", fix="give the folder that a run printed")
+    arms = sorted(path.parent.name for path in (arguments.run / "eval").glob("*/scores.json"))
+    if arguments.baseline not in arms:
+        raise ConfigError(
+            f"{arguments.run}/eval has no evaluated arm {arguments.baseline!r}",
+            fix=f"evaluated arms: {', '.join(arms)}" if arms else "run `workbench evaluate … --out` into it first",
+        )
+    candidates = [arm for arm in arms if arm != arguments.baseline]
+    if not candidates:
+        raise ConfigError(
+            f"{arguments.run}/eval has no other arm than {arguments.baseline!r}: nothing to compare it with",
+            fix="run `workbench evaluate … --arm NAME --out` into it for the arm in question",
+        )
+    comparison = compare_arms(
+        arguments.run, baseline=arguments.baseline, candidates=candidates, noise_arm=arguments.noise_arm
+    )
+    records.write_json(arguments.run / "comparison.json", comparison)
+    for row in comparison.tasks:
+        print(
+            f"{row.candidate} {row.task} {row.filter}: loss {row.loss_pp:+.2f} pp "
+            f"({row.loss_low_pp:+.2f} to {row.loss_high_pp:+.2f}), lost {row.lost}, gained {row.gained}, n {row.n}"
+        )
+    return 0
+
+
+def gate(arguments: argparse.Namespace) -> int:
+    from workbench.composition import read_policy_file
+    from workbench.experiment import judge
+
+    policy = read_policy_file(arguments.policy)
+    for key in ("gated", "reported"):
+        if getattr(arguments, key):
+            policy[key] = getattr(arguments, key)
+    verdict = judge(arguments.run, policy)
+    print(f"verdict: {verdict.status.upper()} (exit code {verdict.exit_code})\n{verdict.headline}")
+    for check in verdict.checks:
+        print(f"  {check.status}: {check.name}: {check.reason}")
+    return verdict.exit_code
+
+
+def report(arguments: argparse.Namespace) -> int:
+    from workbench.reporting import build_report
+
+    print(build_report(arguments.run, strict=True))
+    return 0
+
+
+def bench(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from workbench import bench, records
+
+    if arguments.json:
+        _check_file("--json", arguments.json)
+    cores = os.cpu_count() or 1
+    if arguments.threads is not None and arguments.threads > cores:
+        raise ConfigError(f"--threads {arguments.threads}: this machine has {cores} cores", fix=f"at most {cores}")
+    result = bench.bench_kernels(
+        rows=arguments.rows,
+        columns=arguments.columns,
+        threads=torch.get_num_threads() if arguments.threads is None else arguments.threads,
+        repeats=arguments.repeats,
+    )
+    if arguments.json:
+        records.write_json(arguments.json, result)
+    print(bench.table(result))
+    return 0
+
+
+def written_formats() -> str:
+    """Dialects, the formats that each writes, and their scale rules, from the tables."""
+    from workbench.checkpoints.dialects import DIALECTS
+    from workbench.formats import FORMATS
+
+    lines = ["dialect, format (scale rules):"]
+    for dialect in DIALECTS.values():
+        for name in dialect.writes:
+            rules = ", ".join(rule.value for rule in FORMATS[name].rules) if name in FORMATS else "decodes"
+            lines.append(f"  {dialect.name:20} {name} ({rules})")
+    return "\n".join(lines)
+
+
+# ---- what they share -------------------------------------------------------------------------------------------------
+
+
+def _capture(arguments: argparse.Namespace, out: Path | None = None) -> Path:
+    """Record layer inputs of a checkpoint on the prompts file (a prompt a line) or on the shipped training prompts."""
+    import tempfile
+
+    from workbench.checkpoints import open_checkpoint
+    from workbench.checkpoints.open import resolve_path
+    from workbench.evaluation.prompts import training_prompts
+    from workbench.serving.capture import capture_activations
+    from workbench.serving.spec import EngineSpec, ServeSpec
+
+    with open_checkpoint(arguments.source):  # before an engine starts
+        pass
+    if arguments.prompts:
+        text = _read_text(arguments.prompts)
+        prompts = [line for line in text.splitlines() if line.strip()]
+        if not prompts:
+            raise ConfigError(f"{arguments.prompts} holds no prompt", fix="one prompt a line")
+    else:
+        with tempfile.TemporaryDirectory() as scratch:
+            tasks = _tasks(["gsm8k_mini", "mmlu_pro_mini"])
+            prompts = training_prompts(tasks, 24, scratch=Path(scratch))
+    target = out or Path(tempfile.mkdtemp(prefix="workbench-")) / "activations.safetensors"
+    spec = ServeSpec(
+        arm="calibration",
+        checkpoint=resolve_path(arguments.source),
+        backend="reference",
+        engine=EngineSpec(max_model_len=arguments.max_model_len),
+    )
+    capture_activations(spec, prompts, target)
+    return target
+
+
+def _tasks(names: list[str], **changes: Any) -> tuple[Any, ...]:
+    """Tasks of conf/eval by name, with what is not None changed. Raises ConfigError naming the choices."""
+    from omegaconf import OmegaConf
+
+    from workbench.composition import compose, group_choices
+    from workbench.evaluation.spec import task_spec
+
+    choices = group_choices("eval")
+    for name in names:
+        if name not in choices:
+            raise ConfigError(f"there is no task {name!r}", fix=f"choose among {', '.join(choices)}")
+    composed = compose([f"eval=[{','.join(names)}]"]).eval
+    missing = sorted(OmegaConf.missing_keys(composed))
+    if missing:
+        raise ConfigError(
+            f"--task {','.join(names)} needs {', '.join(missing)}, which is no flag here",
+            fix=f"run it as an experiment: python -m workbench.run … eval=[{','.join(names)}] {missing[0]}=FILE",
+        )
+    tasks = OmegaConf.to_container(composed, resolve=True)
+    assert isinstance(tasks, dict)
+    wanted = {key: value for key, value in changes.items() if value is not None}
+    return tuple(task_spec({"name": name, **task, **wanted}) for name, task in tasks.items())
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}", fix="give an existing UTF-8 text file") from error
+
+
+def _check_input(flag: str, path: Path | None) -> None:
+    """Refuse a file that is not there. Raises ConfigError."""
+    if path is not None and not path.is_file():
+        what = "is a folder" if path.is_dir() else "does not exist"
+        raise ConfigError(f"{flag} {path} {what}", fix="give the file that `workbench calibrate` wrote")
+
+
+def _check_file(flag: str, path: Path) -> None:
+    """Refuse a file that cannot be written, before the work that leads to it. Raises OutputError."""
+    if path.is_dir():
+        raise OutputError(f"{flag} {path} is a folder", fix="give the file's own name within it")
+    _check_folder(flag, path.parent)
+
+
+def _check_folder(flag: str, path: Path) -> None:
+    """Refuse a folder that cannot be made or written into. Raises OutputError."""
+    present = next(folder for folder in (path, *path.absolute().parents) if os.path.lexists(folder))
+    if not present.is_dir():
+        raise OutputError(f"{flag} {path}: {present} is no folder", fix="choose another path")
+    if not os.access(present, os.W_OK | os.X_OK):
+        raise OutputError(f"{flag} {path}: {present} may not be written", fix="choose another path")
