@@ -224,18 +224,42 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--arm", default="arm")
     evaluate.add_argument("--concurrency", type=_whole(1, MOST), default=16)
     evaluate.add_argument("--max-length", type=_whole(1, MOST_TOKENS), default=2048)
+    evaluate.add_argument("--api", default="completions", choices=["completions", "chat"])
+    evaluate.add_argument("--chat-template", action="store_true", help="lay prompts out with the tokenizer's template")
+    evaluate.add_argument("--thinking", default="", metavar="TAG", help="what ends a think block, e.g. </think>")
+    evaluate.add_argument("--thinking-budget", type=_whole(0, MOST_TOKENS), default=0, metavar="TOKENS")
+    evaluate.add_argument("--probe", action="store_true", help="time a few short answers first, and say what to expect")
+    evaluate.add_argument(
+        "--fingerprint", default="", help="what the endpoint serves; under the same one an interrupted run goes on"
+    )
+    evaluate.add_argument("--baseline-dir", type=_path, metavar="RUN/eval/ARM", help="compare answer lengths with it")
     evaluate.add_argument("--out", type=_path, required=True, metavar="RUN")
 
-    compare = add("compare", commands.compare, "pair the evaluated arms of a run folder with a baseline")
-    compare.add_argument("run", type=_path)
-    compare.add_argument("--baseline", type=_text, default="source")
-    compare.add_argument("--noise-arm", default="")
+    compare = add("compare", commands.compare, "two evaluated folders, anyone's, by a policy; or the arms of one run")
+    compare.add_argument("baseline", type=_path, metavar="A", help="a run, RUN/eval/ARM, or an lm-eval output folder")
+    compare.add_argument(
+        "candidate", type=_path, metavar="B", nargs="?", help="the same; without it, A's arms are paired"
+    )
+    compare.add_argument("--noise", type=_path, metavar="FOLDER", help="A evaluated again: the noise floor")
+    compare.add_argument("--policy", type=_text, default="default", help="a name of conf/gate, or a YAML file")
+    compare.add_argument("--json", type=_path, metavar="FILE", help="also write figures and verdict as JSON")
+    compare.add_argument("--junit", type=_path, metavar="FILE")
+    compare.add_argument(
+        "--baseline", dest="baseline_arm", type=_text, metavar="ARM", help="of one run: default source"
+    )
+    compare.add_argument("--noise-arm", default="", metavar="ARM", help="of one run")
 
     gate = add("gate", commands.gate, "judge a run folder by a policy; exits 0, 1 or 2")
     gate.add_argument("run", type=_path)
     gate.add_argument("--policy", type=_text, default="smoke", help="a name of conf/gate, or a YAML file")
     gate.add_argument("--gated", action="append", type=_text, default=[], metavar="ARM")
     gate.add_argument("--reported", action="append", type=_text, default=[], metavar="ARM")
+    gate.add_argument("--baseline", type=_path, metavar="FILE", help="a committed baseline: judge against it as well")
+    gate.add_argument("--update-baseline", action="store_true", help="write --baseline FILE from this run")
+    gate.add_argument(
+        "--history", type=_path, metavar="FILE", help="add the verdict to it (JSON lines); print the trend"
+    )
+    gate.add_argument("--json", type=_path, metavar="FILE", help="also write the verdict there")
 
     report = add("report", commands.report, "render report.html and summary.md of a run folder")
     report.add_argument("run", type=_path)

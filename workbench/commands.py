@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from workbench.errors import ConfigError, OutputError
+
+if TYPE_CHECKING:
+    from workbench.records import Verdict
 
 SHOWN_NAMES = 3  # of a lint finding's tensors; --json has all
 TARGETS = ("nvfp4", "mxfp4")  # what `analyze --second` converts to
@@ -204,6 +208,13 @@ def evaluate(arguments: argparse.Namespace) -> int:
         request_order="forward",
         max_length=arguments.max_length,
         seed=0,
+        fingerprint=arguments.fingerprint,
+        api=arguments.api,
+        chat_template=arguments.chat_template,
+        thinking=arguments.thinking,
+        thinking_budget=arguments.thinking_budget,
+        probe=arguments.probe,
+        baseline_dir=arguments.baseline_dir,
         progress=say.counter("answers"),
     )
     records.write_json(out / "scores.json", result)
@@ -212,48 +223,104 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def compare(arguments: argparse.Namespace) -> int:
-    from workbench import records
-    from workbench.comparison import compare_arms
+    """Two folders, judged by a policy; or, of one run, every arm paired with its baseline."""
+    of_two = ("noise", "json", "junit")
+    of_one = ("baseline_arm", "noise_arm")
+    for name in of_one if arguments.candidate else of_two:
+        if getattr(arguments, name):
+            flag = "--" + name.replace("_arm", "-arm").replace("baseline-arm", "baseline")
+            raise ConfigError(
+                f"{flag} is for {'the arms of one run' if arguments.candidate else 'two folders'}",
+                fix="drop it, or see `workbench compare --help`",
+            )
+    return _compare_two(arguments) if arguments.candidate else _compare_arms(arguments)
 
-    if not arguments.run.is_dir():
-        raise ConfigError(f"there is no folder {arguments.run}", fix="give the folder that a run printed")
-    arms = sorted(path.parent.name for path in (arguments.run / "eval").glob("*/scores.json"))
-    if arguments.baseline not in arms:
+
+def _compare_two(arguments: argparse.Namespace) -> int:
+    from workbench import records
+    from workbench.comparison import compare_folders, comparison_json, comparison_text
+    from workbench.gating import append_step_summary, gate, to_junit, to_step_summary
+
+    for flag, path in (("--json", arguments.json), ("--junit", arguments.junit)):
+        if path:
+            _check_file(flag, path)
+    policy = _policy(arguments.policy)
+    comparison = compare_folders(arguments.baseline, arguments.candidate, arguments.noise)
+    candidate = comparison.tasks[-1].candidate if comparison.tasks else comparison.graded[-1].candidate
+    verdict = gate({**policy, "gated": [candidate], "reported": []}, comparison=comparison)
+    if arguments.json:
+        records.write_text(arguments.json, comparison_json(comparison, verdict))
+    if arguments.junit:
+        records.write_text(arguments.junit, to_junit(verdict))
+    print(comparison_text(comparison))
+    append_step_summary(to_step_summary(verdict, comparison))  # only where $GITHUB_STEP_SUMMARY is set
+    return _say_verdict(verdict)
+
+
+def _compare_arms(arguments: argparse.Namespace) -> int:
+    from workbench import records
+    from workbench.comparison import compare_arms, comparison_text
+
+    run, baseline = arguments.baseline, arguments.baseline_arm or "source"
+    if not run.is_dir():
+        raise ConfigError(f"there is no folder {run}", fix="give the folder that a run printed")
+    arms = sorted(path.parent.name for path in (run / "eval").glob("*/scores.json"))
+    if baseline not in arms:
         raise ConfigError(
-            f"{arguments.run}/eval has no evaluated arm {arguments.baseline!r}",
+            f"{run}/eval has no evaluated arm {baseline!r}",
             fix=f"evaluated arms: {', '.join(arms)}" if arms else "run `workbench evaluate … --out` into it first",
         )
-    candidates = [arm for arm in arms if arm != arguments.baseline]
+    candidates = [arm for arm in arms if arm != baseline]
     if not candidates:
         raise ConfigError(
-            f"{arguments.run}/eval has no other arm than {arguments.baseline!r}: nothing to compare it with",
+            f"{run}/eval has no other arm than {baseline!r}: nothing to compare it with",
             fix="run `workbench evaluate … --arm NAME --out` into it for the arm in question",
         )
-    comparison = compare_arms(
-        arguments.run, baseline=arguments.baseline, candidates=candidates, noise_arm=arguments.noise_arm
-    )
-    records.write_json(arguments.run / "comparison.json", comparison)
-    for row in comparison.tasks:
-        print(
-            f"{row.candidate} {row.task} {row.filter}: loss {row.loss_pp:+.2f} pp "
-            f"({row.loss_low_pp:+.2f} to {row.loss_high_pp:+.2f}), lost {row.lost}, gained {row.gained}, n {row.n}"
-        )
+    comparison = compare_arms(run, baseline=baseline, candidates=candidates, noise_arm=arguments.noise_arm)
+    records.write_json(run / "comparison.json", comparison)
+    print(comparison_text(comparison))
     return 0
 
 
 def gate(arguments: argparse.Namespace) -> int:
-    from workbench.composition import read_policy_file
-    from workbench.experiment import judge
+    """Judge a run; beside the verdict a committed baseline, a history and a step summary."""
+    import datetime
 
-    policy = read_policy_file(arguments.policy)
+    from workbench import records
+    from workbench.comparison import make_baseline, write_baseline
+    from workbench.experiment import judge
+    from workbench.gating import append_history, append_step_summary, read_history, to_step_summary, trend_lines
+
+    if arguments.update_baseline and not arguments.baseline:
+        raise ConfigError("--update-baseline needs --baseline FILE", fix="name the file to write")
+    if arguments.baseline and not arguments.update_baseline and not arguments.baseline.is_file():
+        raise ConfigError(f"--baseline {arguments.baseline} does not exist", fix="make it once with --update-baseline")
+    for flag in ("baseline", "history", "json"):
+        if getattr(arguments, flag):
+            _check_file(f"--{flag}", getattr(arguments, flag))
+    policy = _policy(arguments.policy)
     for key in ("gated", "reported"):
         if getattr(arguments, key):
             policy[key] = getattr(arguments, key)
-    verdict = judge(arguments.run, policy)
-    print(f"verdict: {verdict.status.upper()} (exit code {verdict.exit_code})\n{verdict.headline}")
-    for check in verdict.checks:
-        print(f"  {check.status}: {check.name}: {check.reason}")
-    return verdict.exit_code
+    verdict = judge(arguments.run, policy, since=None if arguments.update_baseline else arguments.baseline)
+    if arguments.json:
+        records.write_json(arguments.json, verdict)
+    compared = arguments.run / "comparison.json"
+    comparison = records.read_json(records.Comparison, compared) if compared.exists() else None
+    trend: list[str] = []
+    if arguments.history:
+        when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        append_history(arguments.history, verdict, comparison, run=arguments.run.resolve().name, when=when)
+        trend = trend_lines(read_history(arguments.history))
+    append_step_summary(to_step_summary(verdict, comparison, trend))  # only where $GITHUB_STEP_SUMMARY is set
+    if arguments.update_baseline:
+        arms = [comparison.baseline] if comparison else []
+        arms += [arm for arm in policy["gated"] if arm not in arms]
+        write_baseline(arguments.baseline, make_baseline(arguments.run, arms))
+        print(f"wrote the baseline {arguments.baseline}: {', '.join(arms)}")
+    for line in trend:
+        print(f"trend: {line}")
+    return _say_verdict(verdict)
 
 
 def report(arguments: argparse.Namespace) -> int:
@@ -355,6 +422,28 @@ def _tasks(names: list[str], **changes: Any) -> tuple[Any, ...]:
     assert isinstance(tasks, dict)
     wanted = {key: value for key, value in changes.items() if value is not None}
     return tuple(task_spec({"name": name, **task, **wanted}) for name, task in tasks.items())
+
+
+def _policy(name: str) -> dict[str, Any]:
+    """A policy by name or path; one of another project is imported, with what that costs said on stderr."""
+    from workbench.composition import read_policy_file
+    from workbench.gating import import_policy, is_foreign_policy
+
+    policy = read_policy_file(name)
+    if not is_foreign_policy(policy):
+        return policy
+    imported, warnings = import_policy(policy, name=Path(name).stem)
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    return imported
+
+
+def _say_verdict(verdict: Verdict) -> int:
+    print(f"verdict: {verdict.status.upper()} (exit code {verdict.exit_code}, policy {verdict.policy})")
+    print(verdict.headline)
+    for check in verdict.checks:
+        print(f"  {check.status}: {check.name}: {check.reason}")
+    return verdict.exit_code
 
 
 def _read_text(path: Path) -> str:

@@ -49,17 +49,19 @@ def run_experiment(config: DictConfig) -> int:
         folder.close()
 
 
-def judge(run: Path, policy: dict[str, Any]) -> Verdict:
-    """Judge a run folder's records by a policy; writes verdict.json and junit.xml.
+def judge(run: Path, policy: dict[str, Any], since: Path | None = None) -> Verdict:
+    """Judge a run folder's records by a policy; writes verdict.json and junit.xml. since: a committed baseline, which
+    the run's arms are paired with as well.
 
     Raises ConfigError for a folder that is no run, a policy that is not understood or an arm that the run does not
     have; OutputError naming what is damaged.
     """
+    from workbench.comparison import compare_with_baseline, read_baseline
     from workbench.gating import gate, read_policy, to_junit
     from workbench.reporting.load import load_run
 
     files = load_run(run)
-    judged = ("lint", "server", "eval", "comparison.json", "tensors.parquet")
+    judged = ("lint", "server", "equality", "eval", "comparison.json", "tensors.parquet")
     files.refuse_damaged("config.yaml", "manifest.json", *judged)
     known = _arms_of(files)
     if not policy.get("gated"):
@@ -77,6 +79,8 @@ def judge(run: Path, policy: dict[str, Any]) -> Verdict:
         tensors=files.tensors,
         evaluations=files.evaluations,
         servers=files.servers,
+        equality=files.equality,
+        since=compare_with_baseline(run, read_baseline(since)) if since else None,
     )
     records.write_json(run / "verdict.json", verdict)
     records.write_text(run / "junit.xml", to_junit(verdict))
@@ -208,6 +212,7 @@ class _Run:
 
         self.say.stage("analyze")
         settings = self.settings
+        self._compare_bytes()
         if not settings.analysis.pairs:
             self.say.note("no analysis.pairs: nothing to analyze")
             return
@@ -232,6 +237,20 @@ class _Run:
             seed=settings.seed,
             progress=self.say.bar,
         )
+
+    def _compare_bytes(self) -> None:
+        """Where the policy asks for it: what an arm's checkpoint leaves unquantized, against the source's bytes."""
+        from workbench.checkpoints.equality import compare_bytes
+        from workbench.gating import read_policy
+
+        if "gate" not in self.settings.stages or not read_policy(self.settings.gate).equal_bytes:
+            return
+        source = self.settings.arms[self.settings.baseline].checkpoint
+        for name, arm in self.settings.arms.items():
+            target = self.folder.path / "equality" / f"{name}.json"
+            if arm.checkpoint != source and not target.exists():
+                found = compare_bytes(self.arms.folder(source), self.arms.folder(arm.checkpoint), name)
+                records.write_json(target, found)
 
     def _activations(self) -> Path:
         """The source's layer inputs on training prompts of the tasks, captured once a run."""
@@ -267,15 +286,16 @@ class _Run:
         from workbench.evaluation.run import evaluate
         from workbench.serving.endpoint import start
 
-        engine = self.settings.engine
+        engine, model = self.settings.engine, self.settings.model
         out = self.folder.path / "eval" / name
+        baseline = self.folder.path / "eval" / self.settings.baseline
         self.say.arm(name, arm.backend.kind)
         with start(self.arms.serve_spec(name), self.folder.path / "server" / f"{name}.log") as endpoint:
             result: Evaluation = evaluate(
                 arm=name,
                 base_url=endpoint.base_url,
                 model=endpoint.model,
-                tokenizer=Path(self.settings.model.tokenizer),
+                tokenizer=Path(model.tokenizer),
                 tasks=_task_specs(self.settings),
                 out_dir=out,
                 concurrency=max(1, round(engine.concurrency * arm.concurrency_factor)),
@@ -283,6 +303,11 @@ class _Run:
                 max_length=engine.max_model_len,
                 seed=self.settings.seed,
                 fingerprint=_identity(endpoint.record()),
+                api=model.api,
+                chat_template=model.chat_template,
+                thinking=model.thinking,
+                thinking_budget=model.thinking_budget,
+                baseline_dir=baseline if name != self.settings.baseline and baseline.is_dir() else None,
                 watch=endpoint.check,
                 progress=self.say.counter(f"{name}: answers"),
             )

@@ -713,8 +713,11 @@ def read_json(kind: type[T], path: Path) -> T:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` to a temporary name in the same folder, then rename. Raises OutputError."""
-    write_bytes(path, text.encode())
+    """Write `text` to a temporary name in the same folder, then rename. Raises OutputError.
+
+    What is no text (a file name that is not UTF-8) is written as \\udc.. escapes.
+    """
+    write_bytes(path, text.encode(errors="backslashreplace"))
 
 
 def write_bytes(path: Path, data: bytes) -> None:

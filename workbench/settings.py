@@ -97,6 +97,10 @@ class ModelSettings:
     max_model_len: int
     checkpoints: dict[str, CheckpointSettings]
     exclude: tuple[str, ...] = ()
+    api: str = "completions"
+    chat_template: bool = False
+    thinking: str = ""
+    thinking_budget: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -120,6 +120,15 @@ def dump_spec(spec: TaskSpec) -> dict[str, Any]:
 
 
 def _check_values(spec: TaskSpec) -> None:
+    for key in ("task", "metric", "primary_filter"):
+        value = getattr(spec, key)
+        if value is not None and not isinstance(value, str):
+            raise ConfigError(f"eval task {spec.name!r}: {key}={value!r}", fix="a name, as lm-eval has it")
+    if spec.data is not None and not isinstance(spec.data, (str, dict)):
+        raise ConfigError(
+            f"eval task {spec.name!r}: data={spec.data!r}",
+            fix=f"use null (the hub), {MINI!r}, or a mapping of splits to .jsonl files",
+        )
     for key, least in (("limit", 1), ("num_fewshot", 0), ("max_gen_toks", 1), ("repeats", 1)):
         value = getattr(spec, key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
@@ -140,7 +149,7 @@ def _check_values(spec: TaskSpec) -> None:
             f"eval task {spec.name!r}: repeats={spec.repeats} at temperature 0 draws the same answer again",
             fix="set temperature (the model card names one), or repeats=1",
         )
-    if not 0.0 <= spec.chance < 1.0:
+    if isinstance(spec.chance, bool) or not isinstance(spec.chance, (int, float)) or not 0.0 <= spec.chance < 1.0:
         raise ConfigError(f"eval task {spec.name!r}: chance={spec.chance!r}", fix="a proportion from 0 to below 1")
 
 

@@ -172,7 +172,7 @@ def _section(settings: Mapping[str, Any], key: str, known: tuple[str, ...]) -> M
 def _names(value: Any, where: str) -> tuple[str, ...]:
     if value is None:
         return ()
-    if isinstance(value, str) or not all(isinstance(name, str) for name in value):
+    if not isinstance(value, (list, tuple)) or not all(isinstance(name, str) for name in value):
         raise ConfigError(f"{where}={value!r}", fix="a list of names, e.g. [nvfp4]")
     return tuple(value)
 
@@ -227,7 +227,7 @@ def _thresholds(value: Any) -> tuple[Threshold, ...]:
     fix = "a list of {task: NAME, value: ACCURACY, tolerance: PROPORTION, filter: NAME}"
     if value is None:
         return ()
-    if isinstance(value, (str, Mapping)) or not all(isinstance(item, Mapping) for item in value):
+    if not isinstance(value, (list, tuple)) or not all(isinstance(item, Mapping) for item in value):
         raise ConfigError(f"gate.thresholds={value!r}", fix=fix)
     found = []
     for place, item in enumerate(value):

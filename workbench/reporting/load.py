@@ -25,6 +25,7 @@ from workbench.records import (
     LintReport,
     Manifest,
     ServerRecord,
+    TensorEquality,
     TensorRecord,
     Verdict,
     from_json,
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 STAGE_OF = {  # a file, or a folder of files: the stage that writes it
-    "lint": "lint", "analysis.json": "analyze", "tensors.parquet": "analyze", "gemm.parquet": "analyze",
+    "lint": "lint",
+    "analysis.json": "analyze", "tensors.parquet": "analyze", "gemm.parquet": "analyze", "equality": "analyze",
     "server": "evaluate", "eval": "evaluate", "comparison.json": "compare", "verdict.json": "gate",
 }  # fmt: skip
 _MARKS = (
@@ -57,6 +59,7 @@ class RunFiles:
     gemm: pd.DataFrame | None = None
     analysis: dict[str, Any] | None = None
     servers: dict[str, ServerRecord] = field(default_factory=dict)
+    equality: dict[str, TensorEquality] = field(default_factory=dict)
     evaluations: dict[str, Evaluation] = field(default_factory=dict)
     comparison: Comparison | None = None
     verdict: Verdict | None = None
@@ -110,6 +113,7 @@ def load_run(run_dir: Path) -> RunFiles:
     files.lint = _per_arm(files, LintReport, sorted(run_dir.glob("lint/*.json")), lambda p: p.stem)
     servers = [path for path in sorted(run_dir.glob("server/*.json")) if not path.name.endswith(".audit.json")]
     files.servers = _per_arm(files, ServerRecord, servers, lambda p: p.stem)
+    files.equality = _per_arm(files, TensorEquality, sorted(run_dir.glob("equality/*.json")), lambda p: p.stem)
     files.evaluations = _per_arm(files, Evaluation, sorted(run_dir.glob("eval/*/scores.json")), lambda p: p.parent.name)
     files.tensors = _frame(files, run_dir / "tensors.parquet", TensorRecord)
     files.gemm = _frame(files, run_dir / "gemm.parquet", GemmRecord)

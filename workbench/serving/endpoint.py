@@ -257,6 +257,11 @@ def _take_port(host: str, port: int) -> int:
         probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe_socket.bind((host, port))
+        except socket.gaierror as error:
+            raise EngineError(
+                f"cannot listen on {host}: {error.strerror or error}",
+                fix="give an address of this machine, e.g. 127.0.0.1",
+            ) from error
         except OSError as error:
             raise EngineError(
                 f"cannot listen on {host}:{port}: {error.strerror or error}",

@@ -1,0 +1,123 @@
+"""`workbench compare` and `workbench gate`: what they print, write and exit with."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from workbench import cli, records
+from workbench.checkpoints.convert import quantize_checkpoint
+from workbench.checkpoints.equality import compare_bytes
+
+sys.path[:0] = [str(Path(__file__).parent / room) for room in ("comparison", "checkpoints", "reporting")]
+
+from lm_eval_output import table, write_task  # noqa: E402 - helpers of three rooms, found by the line above
+from sample_run import make_sample_run  # noqa: E402
+from tiny_checkpoints import tiny_tensors, write_checkpoint  # noqa: E402
+
+
+def two_folders(tmp_path: Path, both: int, lost: int, gained: int, neither: int) -> list[str]:
+    for name, right in zip("ab", table(both, lost, gained, neither), strict=True):
+        write_task(tmp_path / name, "gsm8k", right)
+    return [str(tmp_path / "a"), str(tmp_path / "b")]
+
+
+@pytest.mark.parametrize(
+    ("lost", "gained", "code", "status"), [(3, 4, 0, "PASS"), (60, 5, 1, "REGRESSION"), (15, 8, 2, "INCONCLUSIVE")]
+)
+def test_compare_exits_by_the_verdict_of_the_default_policy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lost: int, gained: int, code: int, status: str
+) -> None:
+    folders = two_folders(tmp_path, 1200, lost, gained, 119 - lost - gained)
+    outputs = ["--json", str(tmp_path / "out.json"), "--junit", str(tmp_path / "out.xml")]
+    assert cli.main(["compare", *folders, *outputs]) == code
+    assert f"verdict: {status} (exit code {code}, policy default)" in capsys.readouterr().out
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert (written["rows"][0]["n_pairs"], written["rows"][0]["lost"]) == (1319, lost)
+    assert "<testsuite" in (tmp_path / "out.xml").read_text()
+
+
+def test_a_step_summary_is_appended_where_the_workflow_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+    assert cli.main(["compare", *two_folders(tmp_path, 1200, 3, 4, 112)]) == 0
+    assert "gsm8k" in (tmp_path / "summary.md").read_text()
+
+
+def test_anothers_thresholds_are_a_policy_with_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "vllm.yaml").write_text("model_name: m\naccuracy_threshold: 0.9\nnum_questions: 1319\n")
+    code = cli.main(["compare", *two_folders(tmp_path, 1200, 3, 4, 112), "--policy", str(tmp_path / "vllm.yaml")])
+    printed = capsys.readouterr()
+    assert code in (0, 2), printed
+    assert "warning: " in printed.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["{a}", "{b}", "--baseline", "source"], "--baseline is for the arms of one run"),
+        (["{a}", "{b}", "--noise-arm", "x"], "--noise-arm is for the arms of one run"),
+        (["{a}", "--json", "{a}/x.json"], "--json is for two folders"),
+        (["{a}", "{a}/nowhere"], "there is no folder"),
+        (["{a}", "{b}", "--policy", "nope"], "there is no gate policy 'nope'"),
+        (["{a}", "{b}", "--json", "{a}"], "is a folder"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    a, b = two_folders(tmp_path, 10, 0, 0, 0)
+    assert cli.main(["compare", *(flag.format(a=a, b=b) for flag in flags)]) == 3
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert "fix: " in printed
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gate") / "run"
+    make_sample_run(folder)
+    return folder
+
+
+def test_a_history_grows_by_a_line_a_verdict(run: Path, tmp_path: Path) -> None:
+    gate = ["gate", str(run), "--gated", "nvfp4", "--history", str(tmp_path / "h.jsonl")]
+    codes = {cli.main([*gate, "--json", str(tmp_path / "v.json")]) for _ in range(3)}
+    assert len(codes) == 1
+    assert len((tmp_path / "h.jsonl").read_text().splitlines()) == 3
+    assert records.read_json(records.Verdict, tmp_path / "v.json") == records.read_json(
+        records.Verdict, run / "verdict.json"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--update-baseline"], "--update-baseline needs --baseline FILE"),
+        (["--baseline", "{folder}/none.json"], "none.json does not exist"),
+        (["--history", "{folder}"], "is a folder"),
+    ],
+)
+def test_a_gate_refuses_before_it_judges(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    assert cli.main(["gate", str(run), "--gated", "nvfp4", *(f.format(folder=tmp_path) for f in flags)]) == 3
+    assert message in capsys.readouterr().err
+
+
+def test_bytes_that_a_conversion_leaves_alone(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", tiny_tensors())
+    quantize_checkpoint(source, tmp_path / "q", format="nvfp4", dialect="modelopt", exclude=("*self_attn*", "lm_head"))
+    found = compare_bytes(source, tmp_path / "q", "nvfp4")
+    assert found.compared > 0
+    assert (found.differing, found.missing) == ((), ())
+    shard = next((tmp_path / "q").glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    header = int.from_bytes(data[:8], "little")
+    entries = json.loads(data[8 : 8 + header])
+    name = next(n for n in entries if n.endswith("norm.weight"))
+    data[8 + header + entries[name]["data_offsets"][0]] ^= 1
+    shard.write_bytes(data)
+    assert compare_bytes(source, tmp_path / "q", "nvfp4").differing == (name,)
