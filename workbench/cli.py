@@ -26,7 +26,6 @@ from workbench import commands
 from workbench.entry import COULD_NOT_RUN, explain, safe_streams
 from workbench.interrupt import terminable
 
-MOST_BLOCK = 1 << 30
 MOST = 1_000_000  # of whatever is counted: above it lies a typing mistake
 MOST_TOKENS = (1 << 31) - 1
 
@@ -103,8 +102,6 @@ def _block(text: str) -> tuple[int, int]:
     rows, _, columns = text.partition("x")
     if not (rows.isdecimal() and columns.isdecimal() and int(rows) > 0 and int(columns) > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not ROWSxCOLUMNS")
-    if max(int(rows), int(columns)) > MOST_BLOCK:
-        raise argparse.ArgumentTypeError(f"{text!r}: a block has at most {MOST_BLOCK} rows and columns")
     return int(rows), int(columns)
 
 

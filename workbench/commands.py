@@ -82,7 +82,12 @@ def quantize(arguments: argparse.Namespace) -> int:
     recipe = read_recipe(arguments.recipe) if arguments.recipe else None
     shared_globals = not arguments.no_shared_globals
     check_request(  # before a calibration starts
-        arguments.format, arguments.dialect, arguments.rule, recipe, shared_globals=shared_globals
+        arguments.format,
+        arguments.dialect,
+        arguments.rule,
+        recipe,
+        shared_globals=shared_globals,
+        block=arguments.block,
     )
     amax = None
     if arguments.calibrate or arguments.activations:

@@ -6,6 +6,19 @@ Every message says what is wrong, where (tensor, file, key), why, and how to get
 
 from __future__ import annotations
 
+import errno
+
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_WAYS_OUT = {
+    **dict.fromkeys(DISK_FULL, "free space or choose another output folder"),
+    **dict.fromkeys(
+        (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY, errno.EBUSY),
+        "something else lies in the way: choose another output folder",
+    ),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "check permissions or choose another output folder"),
+    **dict.fromkeys((errno.ENAMETOOLONG, errno.ELOOP), "choose another output folder, with a shorter name"),
+}
+
 
 class WorkbenchError(Exception):
     """Base of every error a user can fix. `fix` is the way out, printed on its own line."""
@@ -45,3 +58,17 @@ class ComparisonError(WorkbenchError):
 
 class OutputError(WorkbenchError):
     """A result could not be written (disk full, no permission)."""
+
+    @classmethod
+    def of(cls, path: object, error: Exception) -> OutputError:
+        """The error of writing `path`, with the way out that its cause has."""
+        reason = getattr(error, "strerror", None) or str(error)
+        return cls(f"could not write {path}: {reason}", fix=write_fix(error))
+
+
+def write_fix(error: Exception) -> str:
+    """What to do about a file that could not be written. safetensors has errors of its own, which end in the number."""
+    number = getattr(error, "errno", None)
+    if number is None and str(error).endswith(")"):
+        number = int(digits) if (digits := str(error).rpartition("os error ")[2].rstrip(")")).isdecimal() else None
+    return _WAYS_OUT.get(number or 0, "choose another output folder, where files can be written")

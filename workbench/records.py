@@ -8,7 +8,6 @@ them, reporting renders them and computes nothing else. `to_json` / `write_json`
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import math
 import os
@@ -741,13 +740,7 @@ def write_bytes(path: Path, data: bytes) -> None:
     except OSError as error:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        raise OutputError(
-            f"could not write {path}: {error.strerror or error}",
-            fix="free space, or choose another output folder"
-            if full
-            else "choose an output folder that can be written",
-        ) from error
+        raise OutputError.of(path, error) from error
 
 
 def plain(value: Any) -> Any:

@@ -35,7 +35,8 @@ def main() -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(
         f"{format}: {report.quantized_tensors} quantized of {report.tensors} tensors, {report.scale_bytes / 1e9:.1f} GB"
-        f" of block scales ({report.scale_bytes_read / 1e9:.2f} GB read): {seconds:.1f} s,"
+        f" of block scales ({report.scale_bytes_read / 1e9:.2f} GB read), {report.value_bytes / 1e9:.1f} GB of plain"
+        f" weights ({report.value_bytes_read / 1e9:.2f} GB read): {seconds:.1f} s,"
         f" {processor_seconds:.1f} s of processor time, peak {peak:.2f} GiB"
     )
     for finding in report.findings:
@@ -66,7 +67,8 @@ def write_checkpoint(folder: Path, format: str) -> None:
             },
         }
     )
-    config = {"num_hidden_layers": LAYERS, "n_routed_experts": EXPERTS, "quantization_config": quantization}
+    config = {"model_type": "deepseek_v3", "num_hidden_layers": LAYERS, "n_routed_experts": EXPERTS}
+    config |= {"hidden_size": HIDDEN, "quantization_config": quantization}
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -74,7 +76,7 @@ def _layer(layer: int, format: str) -> Tensors:
     base = f"model.layers.{layer}."
     tensors: Tensors = [
         (base + "input_layernorm.weight", "BF16", (HIDDEN,)),
-        (base + "self_attn.o_proj.weight", "BF16", (HIDDEN, 64)),
+        (base + "self_attn.o_proj.weight", "BF16", (HIDDEN, 8192)),
     ]
     modules = ["mlp."] if layer == 0 else [f"mlp.experts.{e}." for e in range(EXPERTS)] + ["mlp.shared_experts."]
     if layer:

@@ -191,7 +191,7 @@ def test_unseen_experts_take_their_layers_largest_amax_else_one_half():
     assert "0.5" in notes[1]
 
 
-@pytest.mark.parametrize("value", [None, 0.0, float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("value", [None, 0.0, float("nan"), float("inf"), -1.0, 1e-36])
 def test_an_unmeasured_module_that_is_no_expert_is_refused(value):
     module = "model.layers.1.self_attn.o_proj"
     with pytest.raises(CheckpointError, match="o_proj has no measured input amax"):

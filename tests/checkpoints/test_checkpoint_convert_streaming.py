@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import shutil
 import signal
@@ -25,8 +26,8 @@ SHARD = 12_000  # bytes: the tiny checkpoint gives some ten shards
 KILL = (
     "import os, signal, sys\nfrom workbench.checkpoints.convert import quantize_checkpoint\n"
     "def stop(done, *_):\n    if done == 45: os.kill(os.getpid(), signal.{signal})\n"
-    "quantize_checkpoint(sys.argv[1], sys.argv[2], format='nvfp4', dialect='modelopt', max_shard_bytes=12_000,"
-    " resume={resume}, progress=stop)\n"
+    "quantize_checkpoint(sys.argv[1], sys.argv[2], format='nvfp4', dialect='modelopt', max_shard_bytes={shard},"
+    " resume={resume}, progress=stop{options})\n"
 )
 
 
@@ -55,9 +56,11 @@ def whole(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, st
     return digests(target)
 
 
-def kill(plain: Path, target: Path, *, signal: str = "SIGKILL", resume: bool = False) -> Path | None:
+def kill(
+    plain: Path, target: Path, *, signal: str = "SIGKILL", resume: bool = False, shard: int = SHARD
+) -> Path | None:
     """Start a conversion that ends itself in the middle; the folder that it leaves, if any."""
-    script = KILL.format(signal=signal, resume=resume)
+    script = KILL.format(signal=signal, resume=resume, shard=shard, options="")
     done = subprocess.run([sys.executable, "-c", script, str(plain), str(target)], check=False, capture_output=True)
     assert done.returncode != 0
     left = [p for p in target.parent.iterdir() if p.name.startswith(f".{target.name}.new")]
@@ -134,25 +137,56 @@ def test_killed_between_renaming_the_shards_and_the_folder(plain, left, whole, t
     assert inode in {p.stat().st_ino for p in (tmp_path / "q").iterdir()}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"exclude": ["*self_attn*"]},
-        {"shared_globals": False},
-        {"weight_only": True},
-        {"max_shard_bytes": SHARD + 1},
-        {"source": "other"},
-    ],
-    ids=lambda change: next(iter(change)),
-)
-def test_another_recipe_or_source_is_not_resumed(plain, left, tmp_path, change):
-    change = dict(change)
+CHANGES = {
+    "format": ({"format": "mxfp4"}, "recipe was * nvfp4 (rule amax, block 1x16), now * mxfp4 (rule"),
+    "rule": ({"rule": "mse"}, "recipe was * nvfp4 (rule amax, block 1x16), now * nvfp4 (rule mse, block 1x16)"),
+    "dialect": ({"dialect": "quark"}, "dialect was modelopt, now quark"),
+    "exclude": ({"exclude": ["*self_attn*"]}, "recipe was nothing of it, now *self_attn* unquantized"),
+    "shared_globals": ({"shared_globals": False}, "shared global scales was True, now False"),
+    "weight_only": ({"weight_only": True}, "weight-only was False, now True"),
+    "max_shard_bytes": ({"max_shard_bytes": SHARD + 1}, f"shard size was {SHARD}, now {SHARD + 1}"),
+    "source": ({"source": "other"}, "source fingerprint was "),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_another_recipe_or_source_is_not_resumed(plain, left, tmp_path, what):
+    change, words = dict(CHANGES[what][0]), CHANGES[what][1]
     source = write_checkpoint(tmp_path / "other", tiny_tensors(seed=1)) if change.pop("source", None) else plain
     with pytest.raises(CheckpointError, match="another source or by another recipe") as caught:
         quantize_checkpoint(source, tmp_path / "q", **{**NVFP4, "max_shard_bytes": SHARD, **change}, resume=True)
+    assert words in caught.value.message
+    assert caught.value.message.count(", now ") == 1
     assert "leave --resume out" in caught.value.fix
     assert left.is_dir()
     assert not (tmp_path / "q").exists()
+
+
+def test_another_recipe_is_refused_before_a_shard_was_finished(plain, tmp_path):
+    """All of the tiny checkpoint fits one shard, so a killed conversion has none."""
+    left = kill(plain, tmp_path / "q", shard=1 << 30)
+    assert left is not None
+    assert not list(left.glob("shard-*"))
+    with pytest.raises(CheckpointError, match=r"now \* nvfp4 \(rule mse"):
+        quantize_checkpoint(plain, tmp_path / "q", **NVFP4, max_shard_bytes=1 << 30, rule="mse", resume=True)
+    quantize_checkpoint(
+        plain, tmp_path / "q", **NVFP4, max_shard_bytes=1 << 30, rule="amax", resume=True
+    )  # its default
+    assert [p.name for p in tmp_path.iterdir()] == ["q"]
+
+
+def test_rules_in_another_order_and_a_lost_request_are_told(plain, left, tmp_path):
+    request = left / ".conversion.json"
+    content = json.loads(request.read_text())
+    excludes = {"exclude": ["*o_proj", "*k_proj"]}
+    request.write_text(
+        json.dumps({**content, "recipe": ["*k_proj unquantized", "*o_proj unquantized", *content["recipe"]]})
+    )
+    with pytest.raises(CheckpointError, match="recipe in another order"):
+        quantize_checkpoint(plain, tmp_path / "q", **NVFP4, **excludes, max_shard_bytes=SHARD, resume=True)
+    request.unlink()
+    with pytest.raises(CheckpointError, match="it does not say how"):
+        quantize_checkpoint(plain, tmp_path / "q", **NVFP4, max_shard_bytes=SHARD, resume=True)
 
 
 def test_resume_without_anything_to_resume_starts_anew(plain, tmp_path):
@@ -188,7 +222,7 @@ def test_a_fault_in_one_job_ends_the_conversion_and_leaves_nothing(tmp_path):
 
 
 def test_terminated_by_a_signal_with_jobs(plain, tmp_path):
-    script = KILL.format(signal="SIGTERM", resume=False).replace("resume=False", "jobs=3")
+    script = KILL.format(signal="SIGTERM", resume=False, shard=SHARD, options=", jobs=3")
     script = "import signal\nfrom workbench.interrupt import terminable\nwith terminable():\n " + script.replace(
         "\n", "\n "
     )

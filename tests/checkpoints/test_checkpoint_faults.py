@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -426,8 +427,22 @@ def test_what_killed_processes_left_is_removed_and_nothing_else(plain, modelopt,
 def test_only_a_full_disk_is_told_to_free_space(plain, tmp_path):
     for error in (FileExistsError(17, "File exists"), IsADirectoryError(21, "Is a directory")):
         assert "free" not in str(_output_error(tmp_path / "q", error))
-    assert "free space" in _output_error(tmp_path / "q", OSError(28, "No space left on device")).fix
+    for number in (errno.ENOENT, errno.EACCES, errno.EROFS, errno.EPERM, errno.EIO, errno.EINVAL, errno.ESTALE, None):
+        error = OSError(number, "x") if number else OSError("x")
+        assert "free" not in str(_output_error(tmp_path / "q", error))
+        assert "choose another output folder" in _output_error(tmp_path / "q", error).fix
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        assert "free space" in _output_error(tmp_path / "q", OSError(number, os.strerror(number))).fix
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError) as caught:
         quantize_checkpoint(plain, tmp_path / "file" / "q", **MXFP4)
     assert "free space" not in str(caught.value)
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a file system that takes no files")
+def test_a_place_that_takes_no_files_is_named(plain):
+    with pytest.raises(OutputError) as caught:
+        quantize_checkpoint(plain, "/proc/workbench/q", **MXFP4)
+    assert "could not write the checkpoint /proc/workbench/q" in caught.value.message
+    assert "choose another output folder" in caught.value.fix
+    assert "free" not in str(caught.value)

@@ -45,7 +45,8 @@ def write(path: Path, block: dict[str, object], *shards: dict[str, torch.Tensor]
         save_file(tensors, path / file)
         weight_map.update(dict.fromkeys(tensors, file))
     (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    (path / "config.json").write_text(json.dumps({**config, "quantization_config": block}))
+    config = {"model_type": "tiny", **config, "quantization_config": block}
+    (path / "config.json").write_text(json.dumps(config))
     return path
 
 
@@ -185,12 +186,12 @@ def test_one_expert_excluded_makes_its_layer_mixed_sglang_39317(tmp_path):
     """What is excluded by name stays BF16 among quantized siblings: a fused layer cannot hold both."""
     generator = torch.Generator().manual_seed(0)
     tensors = {
-        f"model.layers.3.mlp.experts.{e}.{p}_proj.weight": torch.randn(32, 32, generator=generator).bfloat16()
+        f"model.layers.0.mlp.experts.{e}.{p}_proj.weight": torch.randn(32, 32, generator=generator).bfloat16()
         for e in range(4)
         for p in ("gate", "up", "down")
     }
-    source = write_checkpoint(tmp_path / "moe", tensors, shards=1, num_hidden_layers=0)
-    excluded = "model.layers.3.mlp.experts.0.down_proj"
+    source = write_checkpoint(tmp_path / "moe", tensors, shards=1, num_hidden_layers=1)
+    excluded = "model.layers.0.mlp.experts.0.down_proj"
     quantize_checkpoint(source, tmp_path / "q", format="nvfp4", dialect="modelopt", exclude=[excluded])
     (finding,) = lint_checkpoint(tmp_path / "q").findings
     assert (finding.check, finding.tensors) == ("expert-suffix-sets", (excluded + ".weight",))

@@ -53,7 +53,7 @@ def point_at(url: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "TRAFFIC", hub.Traffic())
 
 
-def fails(path: str, *fragments: str) -> CheckpointError:
+def fails(path: str | Path, *fragments: str) -> CheckpointError:
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(path)
     for fragment in fragments:
@@ -108,8 +108,11 @@ def test_requests_and_bytes_are_counted_and_shown(server, model, capsys):
     ranged = sum(r.range[1] - r.range[0] + 1 for r in server.log if r.range)
     configs = sum((model / name).stat().st_size for name in ("config.json", "model.safetensors.index.json"))
     assert hub.TRAFFIC.bytes == ranged + configs
+    local = lint_checkpoint(model)
+    assert local.value_bytes_read == local.value_bytes == report.value_bytes
+    assert report.value_bytes_read == 0  # and it says so
     assert dataclasses.replace(report, checkpoint="", seconds=0) == dataclasses.replace(
-        lint_checkpoint(model), checkpoint="", seconds=0
+        local, checkpoint="", seconds=0, value_bytes_read=0
     )
     before = hub.TRAFFIC.requests
     assert cli.main(["lint", "hf://org/tiny"]) == cli.main(["lint", str(model)])
@@ -227,9 +230,16 @@ def test_a_server_gets_a_whole_local_folder_or_the_command_that_makes_one(server
 # ---- failing ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["hf://", "hf://a/b/c", "hf://a b", "hf://a/b@../c", "hf://-a/b", "hf://a/b\n"])
-def test_names_that_no_repository_has(server, name):
-    fails(name, "names no repository")
+NO_ADDRESSES = [
+    *("hf:", "hf:/", "hf://", "hf:///", "hf:a/b", "hf://a", "hf://a/", "hf://a/b/c", "hf://a/b/c/d"),
+    *("hf://a b", "hf://a/b@", "hf://@main", "hf://a/b@../c", "hf://-a/b", "hf://a/b\n"),
+]
+
+
+@pytest.mark.parametrize("name", NO_ADDRESSES)
+@pytest.mark.parametrize("kind", [str, Path])
+def test_names_that_no_repository_has(server, name, kind):
+    assert fails(kind(name), "names no repository").fix == "write hf://org/name[@revision]"
     assert server.log == []
 
 

@@ -309,6 +309,8 @@ def test_one_live_code_far_from_the_sample_keeps_a_matrix_alive(tmp_path):
     wide = torch.zeros(64, 1024, dtype=torch.bfloat16)
     wide[63, 1023] = 0.01
     tensors["model.layers.0.mlp.down_proj.weight"] = wide
+    for projection in ("gate_proj", "up_proj"):
+        tensors[f"model.layers.0.mlp.{projection}.weight"] = torch.full((1024, 64), 0.02, dtype=torch.bfloat16)
     assert lint_checkpoint(write_checkpoint(tmp_path / "sparse", tensors)).findings == ()
 
 

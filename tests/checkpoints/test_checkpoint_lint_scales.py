@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import tiny_tensors, write_checkpoint
 
-from workbench.checkpoints import lint_facts, open_checkpoint
+from workbench.checkpoints import lint_facts, lint_values, open_checkpoint
 from workbench.checkpoints.convert import quantize_checkpoint
 from workbench.checkpoints.lint import lint_checkpoint
 from workbench.records import LintFinding, LintReport
@@ -218,7 +218,7 @@ def test_zero_scales_whose_codes_are_not_read_are_told_apart(monkeypatch, modelo
     def edit(tensors):
         tensors[EXPERT + "gate_proj.weight_scale"].view(torch.uint8).view(-1)[:2] = 0
 
-    monkeypatch.setattr(lint_facts, "CODE_BUDGET", 0)
+    monkeypatch.setattr(lint_values, "CODE_BUDGET", 0)
     (finding,) = findings(broken(modelopt, edit), "scale-zero-or-negative")
     assert "may be harmless" in finding.message
 

@@ -159,7 +159,9 @@ def test_an_unknown_transposed_family_is_refused(tmp_path):
         f"{LAYER}.gate_up_proj": torch.ones(EXPERTS, HIDDEN, 2 * INNER),
         f"{LAYER}.down_proj": torch.ones(EXPERTS, INNER, HIDDEN),
     }
-    refused(write(tmp_path, tensors, model_type="novel", hidden_size=HIDDEN), "[E, K, N]", "order of gate and up")
+    words = ("[E, K, N]", "order of gate and up")
+    refused(write(tmp_path, tensors, model_type="novel", hidden_size=HIDDEN), *words, "model_type is 'novel'")
+    refused(write(tmp_path, tensors, hidden_size=HIDDEN), *words, "config.json has no model_type")
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_5_moe", "llama4"])
@@ -174,12 +176,27 @@ def test_square_experts_need_a_known_family(tmp_path, model_type):
         refused(path, "both dimensions are the hidden_size 6", "down_proj")
 
 
-def test_without_a_hidden_size_an_unknown_family_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({}, "config.json has no hidden_size"),
+        ({"hidden_size": None}, "config.json has no hidden_size"),
+        ({"hidden_size": "6"}, "config.json's hidden_size is '6', no whole number above 0"),
+        ({"hidden_size": -6}, "config.json's hidden_size is -6, no whole number above 0"),
+        ({"hidden_size": True}, "config.json's hidden_size is True"),
+        ({"text_config": {"hidden_size": [6]}}, "config.json's hidden_size is [6]"),
+        ({"hidden_size": HIDDEN + 1}, "neither dimension is the hidden_size 7 of config.json"),
+        ({"model_type": "gpt_oss"}, "do not fit each other as [E, K, N], which config.json's model_type says"),
+    ],
+)
+def test_a_hidden_size_or_family_that_does_not_tell_the_layout_is_named(tmp_path, config, words):
     tensors = {
         f"{LAYER}.gate_up_proj": torch.ones(EXPERTS, 2 * INNER, HIDDEN),
         f"{LAYER}.down_proj": torch.ones(EXPERTS, HIDDEN, INNER),
     }
-    refused(write(tmp_path, tensors), "no hidden_size")
+    refused(write(tmp_path, tensors, **config), words)
+    with open_checkpoint(tmp_path, strict=False) as checkpoint:
+        assert {p.file for p in checkpoint.problems} == {"config.json"}
 
 
 @pytest.mark.parametrize(

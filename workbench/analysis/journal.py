@@ -40,7 +40,7 @@ class Journal:
         try:
             stream = path.open("a", encoding="utf-8")
         except OSError as error:
-            raise _full(path, error) from error
+            raise OutputError.of(path, error) from error
         return cls(path, entries, stream)
 
     def __contains__(self, name: str) -> bool:
@@ -55,7 +55,7 @@ class Journal:
                 self._stream.write(json.dumps(entry) + "\n")
                 self._stream.flush()
             except OSError as error:
-                raise _full(self._path, error) from error
+                raise OutputError.of(self._path, error) from error
 
     def rows(self, name: str) -> list[list[Any]]:
         return self._entries[name]["rows"]
@@ -90,7 +90,3 @@ def _complete_lines(path: Path) -> list[str]:
             break
         lines.append(line.rstrip("\n"))
     return lines
-
-
-def _full(path: Path, error: OSError) -> OutputError:
-    return OutputError(f"could not write {path}: {error.strerror or error}", fix="free space or choose another folder")

@@ -8,8 +8,9 @@ where activations are FP8. Modules that servers fuse (gate/up, q/k/v, q_a/kv_a) 
 a measurement, above all an expert that no calibration token reached, takes:
 1. the largest amax of the same projection over the other experts of its layer;
 2. else ModelOpt's fallback amax 0.5 for an expert whose whole layer saw nothing.
-A zero, negative or non-finite amax counts as missing. A module outside the experts must have been measured. Source:
-nvidia-modelopt 0.47.0, `set_expert_quantizer_amax` (max over the calibrated experts, else 0.5).
+A zero, negative or non-finite amax, or one whose scale float32 cannot hold, counts as missing. A module outside the
+experts must have been measured. Source: nvidia-modelopt 0.47.0, `set_expert_quantizer_amax` (max over the calibrated
+experts, else 0.5).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from .names import expert_peers, fusion_group
 FALLBACK_AMAX = 0.5
 # Formats whose activations may be scaled statically -> the largest activation that input_scale 1 represents.
 ACTIVATION_MAX = {"nvfp4": E2M1_MAX * E4M3_MAX, "nvfp4_w4a8": E4M3_MAX, "fp8_tensor": E4M3_MAX}
+SMALLEST_AMAX = 2.0**-126 * max(ACTIVATION_MAX.values())  # float32's least normal number as a scale
 
 
 def resolve_input_scales(
@@ -70,7 +72,7 @@ def resolve_input_scales(
 
 
 def _usable(value: float | None) -> bool:
-    return value is not None and math.isfinite(value) and value > 0
+    return value is not None and SMALLEST_AMAX <= value < math.inf
 
 
 def _share(modules: list[str], amax: dict[str, float]) -> dict[str, float]:

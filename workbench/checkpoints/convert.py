@@ -33,7 +33,7 @@ from .card import Card, write_card
 from .dialects import DIALECTS, Dialect, Written, get_dialect
 from .files import CONFIG_FILES, check_path
 from .open import Checkpoint, open_checkpoint, resolve_path
-from .recipe import DENSE_FORMATS, KEEP, Recipe, combine
+from .recipe import DENSE_FORMATS, KEEP, Recipe, Rule, combine
 from .selection import Plan, Step, make_plan
 from .transform import Outcome, Transform, Unit, make_units
 from .writer import DEFAULT_SHARD_BYTES, CheckpointWriter, check_destination, clear_leftovers
@@ -104,7 +104,7 @@ def quantize_checkpoint(
     left behind then.
     """
     exclude, include = tuple(exclude), tuple(include)
-    writer_dialect = check_request(format, dialect, rule, recipe, shared_globals=shared_globals)
+    writer_dialect = check_request(format, dialect, rule, recipe, block=block, shared_globals=shared_globals)
     if str(dst).startswith("hf:"):
         raise ConfigError(f"the destination is {dst}", fix="give a folder; `hf upload` takes it from there")
     if "" in (*exclude, *include):
@@ -119,8 +119,9 @@ def quantize_checkpoint(
     _check_rules(whole, writer_dialect)
     if weight_only and input_amax is not None:
         raise ConfigError("weight-only leaves no use for input scales", fix="leave one of them out")
-    if jobs < 1:
-        raise ConfigError(f"jobs is {jobs}", fix="a whole number of at least 1")
+    for what, value in (("jobs", jobs), ("max_shard_bytes", max_shard_bytes)):
+        if value < 1:
+            raise ConfigError(f"{what} is {value}", fix="a whole number of at least 1")
     with open_checkpoint(src) as checkpoint:
         _check_apart(checkpoint.path, target)
         clear_leftovers(target, unfinished=not resume)
@@ -154,12 +155,19 @@ def quantize_checkpoint(
             overwrite=overwrite,
             max_shard_bytes=max_shard_bytes,
             resume=resume,
-            key=job.key(max_shard_bytes),
+            request=job.request(max_shard_bytes),
         ) as writer:
             return job.write(writer, progress, jobs)
 
 
-def check_combination(format: str, dialect: str, rule: str | None, *, shared_globals: bool = True) -> Dialect:
+def check_combination(
+    format: str,
+    dialect: str,
+    rule: str | None,
+    *,
+    block: tuple[int, int] | None = None,
+    shared_globals: bool = True,
+) -> Dialect:
     """The dialect that writes `format`. Raises ConfigError or FormatError for what cannot be combined."""
     chosen = get_dialect(dialect)
     writers: dict[str, list[str]] = {}
@@ -175,6 +183,7 @@ def check_combination(format: str, dialect: str, rule: str | None, *, shared_glo
         )
     if format in FORMATS:
         get_format(format).rule(rule)
+        get_format(format).resolve_block(block)
     elif rule is not None:
         raise ConfigError(f"{format} has no scale rule, but rule={rule!r} was given", fix="leave the rule out")
     if not shared_globals and not (format in FORMATS and get_format(format).has_global):
@@ -186,11 +195,17 @@ def check_combination(format: str, dialect: str, rule: str | None, *, shared_glo
 
 
 def check_request(
-    format: str | None, dialect: str, rule: str | None, recipe: Recipe | None, *, shared_globals: bool
+    format: str | None,
+    dialect: str,
+    rule: str | None,
+    recipe: Recipe | None,
+    *,
+    block: tuple[int, int] | None = None,
+    shared_globals: bool,
 ) -> Dialect:
     """The dialect that writes what a format and a recipe ask for. Raises ConfigError or FormatError."""
     if recipe is None and format is not None:
-        return check_combination(format, dialect, rule, shared_globals=shared_globals)
+        return check_combination(format, dialect, rule, block=block, shared_globals=shared_globals)
     return get_dialect(dialect)
 
 
@@ -228,17 +243,19 @@ class _Conversion:
     fingerprint: str
     patterns: tuple[str, ...]
 
-    def key(self, max_shard_bytes: int) -> str:
-        """A hash of all that decides the written bytes."""
-        content = [
-            workbench.__version__,
-            self.fingerprint,
-            self.dialect.name,
-            [(rule.match, rule.format, rule.rule, rule.block) for rule in self.recipe.rules],
-            sorted(self.transform.input_scales.items()),
-            [self.transform.shared_globals, self.transform.weight_only, max_shard_bytes],
-        ]
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    def request(self, max_shard_bytes: int) -> dict[str, Any]:
+        """All that decides the written bytes, by words for a message."""
+        scales = json.dumps(sorted(self.transform.input_scales.items()))
+        return {
+            "source fingerprint": self.fingerprint,
+            "dialect": self.dialect.name,
+            "recipe": [_describe(rule) for rule in self.recipe.rules],
+            "input scales": hashlib.sha256(scales.encode()).hexdigest()[:16] if self.transform.input_scales else "none",
+            "shared global scales": self.transform.shared_globals,
+            "weight-only": self.transform.weight_only,
+            "shard size": max_shard_bytes,
+            "workbench": workbench.__version__,
+        }
 
     def check_config(self) -> None:
         """Refuse before the work what the dialect's config cannot say (several formats, say)."""
@@ -366,6 +383,15 @@ def _block_of(step: Step) -> tuple[int, int]:
     return spec.rows, spec.block
 
 
+def _describe(rule: Rule) -> str:
+    """What a recipe's rule does, its format's default scale rule and block spelled out."""
+    if not rule.quantizes:
+        return f"{rule.match} {rule.format or 'unquantized'}"
+    spec = get_format(rule.format)
+    rows, columns = spec.resolve_block(rule.block)
+    return f"{rule.match} {rule.format} (rule {spec.rule(rule.rule).value}, block {rows}x{columns})"
+
+
 def _read_outcome(row: dict[str, Any]) -> Outcome:
     outcome = Outcome(**row)
     return outcome if outcome.block is None else replace(outcome, block=(outcome.block[0], outcome.block[1]))
@@ -374,7 +400,7 @@ def _read_outcome(row: dict[str, Any]) -> Outcome:
 def _outcome_warnings(outcomes: Sequence[Outcome]) -> Iterator[str]:
     faults = [o.fault for o in outcomes if o.fault]
     if faults:
-        yield f"{len(faults)} broken tensors were decoded as they are (first: {faults[0]})"
+        yield f"{len(faults)} broken tensors were written as they are (first: {faults[0]})"
     cast = [o for o in outcomes if o.cast]
     if cast:
         yield f"{len(cast)} tensors were carried from mxfp4 to nvfp4 by their codes, without rounding"

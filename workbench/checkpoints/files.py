@@ -291,7 +291,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except ValueError as error:  # a number of thousands of digits, half a character
         raise CheckpointError(f"{path} is broken JSON: {error}", fix="repair the file") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}, expected a JSON object", fix="repair the file")
+        found = {"list": "a list", "str": "a string", "NoneType": "null", "bool": "true or false"}
+        kind = found.get(type(value).__name__, "a number")
+        raise CheckpointError(f"{path} holds {kind}, expected a JSON object", fix="repair the file")
     return value
 
 

@@ -88,11 +88,14 @@ class HubName:
 
 def parse_hub_name(path: str | Path) -> HubName:
     """Take `hf://org/name[@revision]` apart (or `hf:/org/name`, as pathlib writes it). Raises CheckpointError."""
-    name, _, revision = re.sub("^hf:/{1,2}", "", str(path)).partition("@")
+    address = re.fullmatch(r"hf:/{1,2}([^/@]+/[^/@]+)(?:@(.+))?", str(path), re.DOTALL)
     try:
+        if address is None:
+            raise ValueError("expected an organization and a name, and after an @ a revision")
+        name, revision = address[1], address[2] or ""
         hf_hub_url(name, "config.json", revision=revision or None)  # the library's own rules for a name
-        if not name or not is_usable_name(name + revision) or (revision and ".." in revision):
-            raise ValueError("it is empty or holds characters that no repository has")
+        if not is_usable_name(name + revision) or ".." in revision:
+            raise ValueError("it holds characters that no repository has")
     except ValueError as error:
         raise CheckpointError(
             f"{ascii(str(path))[:200]} names no repository: {str(error)[:200]}", fix="write hf://org/name[@revision]"

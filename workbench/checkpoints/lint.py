@@ -2,12 +2,13 @@
 
     report = lint_checkpoint("nvidia--Kimi-K2.6-NVFP4", allow=("exclude-conflict",))
 
-Every global and input scale is read. Block scales are read whole up to 1 GiB a checkpoint, beyond that in a sample of
-each matrix (`all_scales` reads them all), and the report says how much was read. Codes are read in small samples, and
-whole where a sample is all zero or a scale is. One tensor's scales are in memory at a time. What bytes alone cannot
-show: a consistently wrong packing (swapped nibbles decode to plausible weights) or one wrong scale that stays in its
-neighbours' range; those need the source weights (`workbench analyze`). docs/lint.md explains every check. A checkpoint
-that cannot be opened at all raises CheckpointError.
+Every global and input scale is read. Block scales, and what can hold NaN (plain weights, FP8 codes), are read whole up
+to 1 GiB a checkpoint each, beyond that in a sample of each matrix (`all_scales`, `all_values` read them all), and the
+report says how much was read. Other codes are read in small samples, and whole where a sample or a scale is all zero.
+One tensor's scales are in memory at a time. What bytes alone cannot show: a consistently wrong packing (swapped nibbles
+decode to plausible weights) or one wrong scale that stays in its neighbours' range; those need the source weights
+(`workbench analyze`). docs/lint.md explains every check. A checkpoint that cannot be opened at all raises
+CheckpointError.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from workbench.records import LintFinding, LintReport
 
 from .lint_config import (
     check_config_conflict,
+    check_config_values,
     check_exclude_ambiguous,
     check_exclude_conflict,
     check_expert_suffix_sets,
@@ -32,6 +34,7 @@ from .lint_model import (
     check_duplicate_module,
     check_kv_scale,
     check_missing_tensor,
+    check_surplus_tensor,
     check_tensor_parallel,
     check_tied_embeddings,
 )
@@ -45,6 +48,7 @@ from .lint_scales import (
     check_scale_sign,
     check_scale_subnormal,
 )
+from .lint_shapes import check_shape_conflict
 from .open import Checkpoint, open_checkpoint
 
 # id -> what it looks for. The order is the report's.
@@ -53,6 +57,7 @@ CHECKS: dict[str, str] = {
     "missing-companion": "every packed weight has its scales, and every scale its weight",
     "scale-shape": "scales have the shape and dtype that the format prescribes",
     "k-divisible": "K is a multiple of the format's block",
+    "shape-conflict": "weights have the sizes that their neighbours and the config give them, none of them zero",
     "scale-nan": "no block scale is NaN (E4M3 0x7F, 0xFF; E8M0 255) or infinite",
     "scale-zero-or-negative": "no block scale is negative, or zero where its codes are not",
     "scale-subnormal": "block scales use E4M3's normal range (some kernels misread subnormals)",
@@ -62,7 +67,7 @@ CHECKS: dict[str, str] = {
     "expert-suffix-sets": "all experts of a layer are stored alike",
     "missing-tensor": "every layer and every expert that the config counts is there",
     "exclude-conflict": "config and tensors agree on what is quantized, and every exclude pattern matches something",
-    "config-conflict": "the config files agree with each other and with the tensors' format",
+    "config-conflict": "the config files agree with each other and with the tensors, and count in whole numbers",
     "dead-tensor": "no matrix is all zeros",
     "scale-outlier": "no layer's or expert's weights are far larger or smaller than its peers'",
     "nan-values": "no FP8 code or plain weight is NaN or infinite, where they are looked at",
@@ -78,14 +83,19 @@ SEVERITIES = ("error", "warning", "info")
 
 
 def lint_checkpoint(
-    path: str | Path, *, allow: Iterable[str] = (), all_scales: bool = False, tensor_parallel: Sequence[int] = ()
+    path: str | Path,
+    *,
+    allow: Iterable[str] = (),
+    all_scales: bool = False,
+    all_values: bool = False,
+    tensor_parallel: Sequence[int] = (),
 ) -> LintReport:
     """Run every check on the checkpoint at `path`.
 
     allow: ids of checks whose findings are kept with severity "allowed" instead of failing. all_scales: read every
-    block scale, whatever it takes. tensor_parallel: sizes that the checkpoint is to be served with; a matrix that one
-    of them does not divide is an error. Raises ConfigError for an unknown id, CheckpointError for a checkpoint that
-    cannot be opened.
+    block scale, whatever it takes; all_values: every plain weight and FP8 code. tensor_parallel: sizes that the
+    checkpoint is to be served with; a matrix that one of them does not divide is an error. Raises ConfigError for an
+    unknown id, CheckpointError for a checkpoint that cannot be opened.
     """
     allow = tuple(allow)
     unknown = [check for check in allow if check not in CHECKS]
@@ -95,7 +105,7 @@ def lint_checkpoint(
         raise ConfigError(f"tensor-parallel size {min(tensor_parallel)}", fix="give a number of devices, 1 or more")
     started = time.perf_counter()
     with open_checkpoint(path, strict=False) as checkpoint:
-        facts = read_facts(checkpoint, all_scales=all_scales)
+        facts = read_facts(checkpoint, all_scales=all_scales, all_values=all_values)
         findings = [*_check_structure(checkpoint, tensor_parallel), *_check_scales(checkpoint, facts)]
         entries = checkpoint.entries()
         order = list(CHECKS)
@@ -110,15 +120,20 @@ def lint_checkpoint(
             seconds=time.perf_counter() - started,
             scale_bytes=facts.scale_bytes,
             scale_bytes_read=facts.scale_bytes_read,
+            value_bytes=facts.value_bytes,
+            value_bytes_read=facts.value_bytes_read,
         )
 
 
 def _check_structure(checkpoint: Checkpoint, tensor_parallel: Sequence[int]) -> Iterator[LintFinding]:
     yield from found_while_opening(checkpoint)
+    yield from check_config_values(checkpoint)
     yield from check_config_conflict(checkpoint)
     yield from check_exclude_conflict(checkpoint)
     yield from check_exclude_ambiguous(checkpoint)
+    yield from check_shape_conflict(checkpoint)
     yield from check_missing_tensor(checkpoint)
+    yield from check_surplus_tensor(checkpoint)
     yield from check_expert_suffix_sets(checkpoint)
     yield from check_duplicate_module(checkpoint)
     yield from check_tied_embeddings(checkpoint)
@@ -129,7 +144,7 @@ def _check_structure(checkpoint: Checkpoint, tensor_parallel: Sequence[int]) -> 
 def _check_scales(checkpoint: Checkpoint, facts: Facts) -> Iterator[LintFinding]:
     matrices = facts.matrices
     yield from check_scale_nan(matrices)
-    yield from check_nan_values(matrices)
+    yield from check_nan_values(facts)
     yield from check_scale_sign(matrices)
     yield from check_scale_subnormal(matrices)
     yield from check_global_scale_range(matrices)

@@ -8,12 +8,22 @@ from collections.abc import Iterator
 
 from workbench.records import LintFinding
 
+from .dialects.base import find_config_blocks
+from .dialects.stacks import INNER_CONFIGS
 from .lint_findings import entry_finding, more, problem_findings
 from .match import is_plain_name, unmatched_patterns
 from .names import expert_peers, is_embedding, is_lm_head, is_router, ties_embeddings
 from .open import Checkpoint, Entry
 from .selection import fused_groups, linear_weights
 
+# Keys that count something: the least number, and whether families give a list of them, one a layer, too.
+COUNTS: dict[str, tuple[int, bool]] = {
+    **dict.fromkeys(("num_hidden_layers", "hidden_size", "vocab_size"), (1, False)),
+    **dict.fromkeys(("n_routed_experts", "num_local_experts", "num_experts", "n_shared_experts"), (0, False)),
+    **dict.fromkeys(("num_experts_per_tok", "num_nextn_predict_layers", "kv_lora_rank"), (0, False)),
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "head_dim", "v_head_dim"), (0, True)),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), (0, True)),
+}
 PREDICTION_HEADS = {"mtp", "nextn"}
 _OPEN_NUMBER = re.compile(r"(?:^|\.)(\d+)\*")
 
@@ -21,6 +31,41 @@ _OPEN_NUMBER = re.compile(r"(?:^|\.)(\d+)\*")
 def found_while_opening(checkpoint: Checkpoint) -> Iterator[LintFinding]:
     """index-vs-files, missing-companion, scale-shape, k-divisible: what `open_checkpoint` would have refused."""
     return problem_findings(checkpoint.problems)
+
+
+def check_config_values(checkpoint: Checkpoint) -> Iterator[LintFinding]:
+    """config-conflict: a config.json that says no model, or counts in something else than whole numbers."""
+
+    def finding(severity: str, message: str) -> LintFinding:
+        return LintFinding(
+            check="config-conflict",
+            severity=severity,
+            message=f"config.json: {message}",
+            file="config.json",
+            fix="restore the config.json that was exported with the tensors",
+        )
+
+    config = checkpoint.config
+    classes = config.get("architectures")
+    are_names = isinstance(classes, list) and all(isinstance(c, str) for c in classes)
+    for key, fits, expected in (
+        ("model_type", isinstance(config.get("model_type"), str), "a name"),
+        ("architectures", are_names, "a list of names"),
+        ("tie_word_embeddings", isinstance(config.get("tie_word_embeddings"), bool), "true or false"),
+        *((key, isinstance(config.get(key), dict), "a JSON object") for key in INNER_CONFIGS),
+    ):
+        if config.get(key) is not None and not fits:
+            yield finding("error", f"{key} is {repr(config[key])[:80]}, expected {expected}")
+    if config.get("model_type") in (None, "") and not config.get("auto_map"):
+        lacking = "model_type" if classes else "model_type and no architectures"
+        yield finding("warning" if classes else "error", f"it has no {lacking}: which model this is cannot be told")
+    inner_configs = ((f"{key}.", config[key]) for key in INNER_CONFIGS if isinstance(config.get(key), dict))
+    for place, counts in (*inner_configs, ("", config)):
+        for key, (least, by_layer) in COUNTS.items():
+            value = counts.get(key)
+            values = value if by_layer and isinstance(value, list) else [] if value is None else [value]
+            if not all(type(v) is int and v >= least for v in values):
+                yield finding("error", f"{place}{key} is {repr(value)[:80]}, expected a whole number, {least} or more")
 
 
 def check_config_conflict(checkpoint: Checkpoint) -> Iterator[LintFinding]:
@@ -34,6 +79,16 @@ def check_config_conflict(checkpoint: Checkpoint) -> Iterator[LintFinding]:
             file="config.json",
             fix="servers read one file or the other: make both say what the tensors are",
         )
+    first, *others = find_config_blocks(checkpoint.config).items() or [("", {})]
+    for place, block in others:
+        if block != first[1]:
+            yield LintFinding(
+                check="config-conflict",
+                severity="warning",
+                message=f"config.json has a {first[0]}, which is read, and another {place}",
+                file="config.json",
+                fix="keep the one that was exported with the tensors",
+            )
     packed = [e for e in checkpoint.entries() if e.quantized]
     if declared.files and not declared.algorithm and packed:
         yield entry_finding(
@@ -43,6 +98,14 @@ def check_config_conflict(checkpoint: Checkpoint) -> Iterator[LintFinding]:
             f" {packed[0].format}",
             packed,
             "quant_method may name the wrong producer: restore the config that was exported with the tensors",
+        )
+    if declared.files and not (declared.algorithm or declared.kv_cache or packed):
+        yield LintFinding(
+            check="config-conflict",
+            severity="warning",
+            message=f"{declared.files[0]} is read as {checkpoint.dialect}'s and quantizes nothing, as no tensor is",
+            file="config.json",
+            fix="remove it, or restore the one that was exported with the tensors: servers refuse it, or differ",
         )
     if checkpoint.dialect != "modelopt" and (checkpoint.path / "hf_quant_config.json").is_file():
         yield LintFinding(
@@ -54,12 +117,12 @@ def check_config_conflict(checkpoint: Checkpoint) -> Iterator[LintFinding]:
         )
     if checkpoint.dialect == "compressed_tensors":
         return  # its reader compares every scheme, block sizes included: a problem
-    others: dict[tuple[str, str], list[Entry]] = defaultdict(list)
+    unlike: dict[tuple[str, str], list[Entry]] = defaultdict(list)
     for entry in packed:
         wanted = declared.format_of(entry.module)
         if wanted and wanted != entry.format:
-            others[wanted, entry.format].append(entry)
-    for (wanted, stored), entries in others.items():
+            unlike[wanted, entry.format].append(entry)
+    for (wanted, stored), entries in unlike.items():
         yield entry_finding(
             "config-conflict",
             "error",

@@ -5,33 +5,29 @@
 
 Every single value (global and input scales, scales of a whole matrix) is read, and every expert's share of a stack.
 Block scales are read whole until they exceed a budget for the checkpoint; then each matrix gives a sample of the same
-size. Codes are read in small samples, and whole where a sample is all zero or a block's scale is, up to a budget too.
-From the Hub, where each read is a request, block scales beyond the budget are left out and codes only read on doubt.
+size. Of codes and plain weights `lint_values.py` reads what can be NaN, and what a doubt calls for. From the Hub, where
+each read is a request, block scales beyond the budget are left out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 
 from workbench.formats import QuantizedTensor, get_format
-from workbench.formats.table import WHOLE
-from workbench.kernels.elements import decode
 
 from .files import Folder
 from .header import DTYPES, StoredTensor
 from .lint_reads import Scan, is_remote, read_runs, read_windows, scan_scales, scan_tensor, to_doubles
+from .lint_values import Values
 from .open import Checkpoint, Entry
 
 SCALE_BUDGET = 1 << 30  # bytes of block scales that are read at all, if not asked for all
 REMOTE_SCALE_BUDGET = 1 << 26
-CODE_BUDGET = 1 << 30  # bytes of codes that are read whole, on doubt
 SCALAR_BYTES = 2048  # what is no larger is read in any case
-SAMPLE_BYTES = 4096  # of a matrix's codes, to see whether it is alive
 MULTIPLIERS = ("global_scale", "input_scale")
 DIVISORS = {"global_divisor": "global_scale", "input_divisor": "input_scale"}
 
@@ -64,27 +60,37 @@ class ScaleFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """matrices: quantized ones, and plain ones inside the layers, in layer order. scale_bytes: of all block scales;
-    scale_bytes_read: of those that were looked at."""
+    """matrices: quantized ones, and plain ones inside the layers, in layer order. nonfinite: all other tensors
+    (embeddings, norms, biases, ...) with a value that is NaN or infinite. scale_bytes: of all block scales,
+    value_bytes: of plain weights and FP8 codes; ..._read: of those that were looked at."""
 
     matrices: list[ScaleFacts] = field(default_factory=list)
+    nonfinite: list[Entry] = field(default_factory=list)
     scale_bytes: int = 0
     scale_bytes_read: int = 0
+    value_bytes: int = 0
+    value_bytes_read: int = 0
 
 
-def read_facts(checkpoint: Checkpoint, *, all_scales: bool = False) -> Facts:
-    """Facts on every quantized matrix and, without scales, on plain ones. all_scales: read block scales beyond the
-    budget too. Raises CheckpointError."""
+def read_facts(checkpoint: Checkpoint, *, all_scales: bool = False, all_values: bool = False) -> Facts:
+    """Facts on every quantized matrix and, without scales, on plain ones. all_scales, all_values: read block scales, or
+    plain weights and FP8 codes, beyond the budget too. Raises CheckpointError."""
     entries = [
         e
         for e in checkpoint.entries()
         if e.quantized or (e.projection and len(e.shape) == 2 and e.layer >= 0 and 0 not in e.shape)
     ]
-    reader = _Reader(checkpoint, entries, all_scales)
+    values = Values(checkpoint, all_values=all_values)
+    values.sample(entries)
+    reader = _Reader(checkpoint, entries, values, all_scales)
+    matrices = {e.name for e in entries}
     return Facts(
         matrices=[reader.facts(e) for e in entries],
+        nonfinite=[e for e in checkpoint.entries() if e.name not in matrices and values.nonfinite(e)],
         scale_bytes=reader.scale_bytes,
         scale_bytes_read=reader.scale_bytes_read,
+        value_bytes=values.bytes,
+        value_bytes_read=values.bytes_read,
     )
 
 
@@ -119,12 +125,11 @@ class _WithoutCodes(Folder):
 
 
 class _Reader:
-    """Reads what the facts need in three passes over the files, each in the order of the bytes."""
+    """Reads what the facts need of scales in two passes over the files, each in the order of the bytes."""
 
-    def __init__(self, checkpoint: Checkpoint, entries: list[Entry], all_scales: bool) -> None:
-        self.checkpoint, self.folder = checkpoint, checkpoint.folder
+    def __init__(self, checkpoint: Checkpoint, entries: list[Entry], values: Values, all_scales: bool) -> None:
+        self.checkpoint, self.folder, self.values = checkpoint, checkpoint.folder, values
         self.remote = is_remote(self.folder)
-        self.code_budget = CODE_BUDGET
         self.scale_bytes = self.scale_bytes_read = 0
         parts = {e.name: checkpoint.parts(e.name) for e in entries}
         self.parts = parts
@@ -137,20 +142,21 @@ class _Reader:
         self.small = {info.name: bytes(data) for info, data in read_runs(self.folder, small.values())}
         self.scales_only = without_codes(checkpoint, self.small)
         self.scans = self._scan_blocks(entries, all_scales)
-        self.samples = {} if self.remote else self._sample_values(entries)
 
     def facts(self, entry: Entry) -> ScaleFacts:
+        nan = self.values.nonfinite(entry)
         if not entry.quantized:
-            dead, nan = self._look_at_values(entry, doubt=False)
-            return ScaleFacts(entry=entry, scan=Scan(), dead=dead, nan_values=nan)
+            dead, nan_too = self.values.is_dead(entry)
+            return ScaleFacts(entry=entry, scan=Scan(), dead=dead, nan_values=nan or nan_too)
         scalars = self._scalars(entry)
         scan, blocks = self._scan_of(entry)
         uniform = scan.count > 0 and scan.smallest == scan.largest  # as a matrix has that is all zero
-        dead, nan = self._look_at_values(entry, doubt=uniform)
+        dead, nan_too = self.values.is_dead(entry, doubt=uniform)
+        nan = nan or nan_too
         dead = dead or (scan.zero == scan.count == blocks > 0 and not nan)
         zero_live: int | None = 0
         if scan.zero and not dead and get_format(entry.format).scale != "e8m0":
-            zero_live, nan_too = self._live_zero_blocks(entry)
+            zero_live, nan_too = self.values.live_zero_blocks(entry)
             nan = nan or nan_too
         return ScaleFacts(
             entry=entry,
@@ -162,8 +168,6 @@ class _Reader:
             global_scale=scalars.get("global_scale"),
             input_scale=scalars.get("input_scale"),
         )
-
-    # ---- scales ------------------------------------------------------------------------------------------------------
 
     def _scan_blocks(self, entries: list[Entry], all_scales: bool) -> dict[str, Scan]:
         """Scans of the stored block scales that belong to one entry as they are, by stored name."""
@@ -222,51 +226,6 @@ class _Reader:
                 scalars[DIVISORS.get(role, role)] = _invert(value) if role in DIVISORS else value
         return scalars
 
-    # ---- values ------------------------------------------------------------------------------------------------------
-
-    def _sample_values(self, entries: list[Entry]) -> dict[str, tuple[bool, bool]]:
-        """For each entry whether its sampled values look alive, and whether one is NaN or infinite."""
-        places = [(e, window) for e in entries for window in _windows(e, self.parts[e.name]["values"])]
-        places.sort(key=lambda p: (p[1][0].file, p[1][0].begin + p[1][1]))
-        looks: dict[str, tuple[bool, bool]] = {}
-        for entry, (info, offset, count) in places:
-            alive, nan = _look(self.folder.load_bytes(info, offset, count), info.dtype, entry)
-            before = looks.get(entry.name, (True, False))
-            looks[entry.name] = (before[0] and alive, before[1] or nan)
-        return looks
-
-    def _look_at_values(self, entry: Entry, *, doubt: bool) -> tuple[bool, bool]:
-        """Whether an entry is dead, and whether it holds NaN or infinity; read whole where the sample is not alive."""
-        alive, nan = self.samples.get(entry.name, (not doubt, False))
-        if alive or 0 in entry.shape or not self._may_read(entry):
-            return False, nan
-        tensor = self.checkpoint.read(entry.name)
-        values = _unscaled(tensor) if isinstance(tensor, QuantizedTensor) else tensor
-        return not bool(torch.count_nonzero(values)), nan or not bool(values.isfinite().all())
-
-    def _live_zero_blocks(self, entry: Entry) -> tuple[int | None, bool]:
-        """How many blocks have a zero scale and a code that is not, and whether such a code is NaN; None: not read."""
-        if not self._may_read(entry):
-            return None, False
-        q = self.checkpoint.read(entry.name)
-        assert isinstance(q, QuantizedTensor)
-        zero = q.block_scales.float() == 0
-        if q.group_index is not None:
-            return int(zero.sum()), False  # blocks of scattered columns: taken as live
-        values = _unscaled(q)
-        block = q.block or (q.spec.rows, q.spec.block)
-        live = _any_in_block(values != 0, block).reshape(zero.shape)
-        nan = _any_in_block(values.isnan(), block).reshape(zero.shape)
-        return int((zero & live).sum()), bool((zero & nan).any())
-
-    def _may_read(self, entry: Entry) -> bool:
-        info = self.parts[entry.name]["values"]
-        nbytes = info.nbytes // info.shape[0] if entry.shared and entry.expert >= 0 and info.shape else info.nbytes
-        if nbytes > self.code_budget:
-            return False
-        self.code_budget -= nbytes
-        return True
-
 
 def _is_whole(entry: Entry, info: StoredTensor) -> bool:
     """Whether a stored scale tensor holds this entry's block scales and nothing else (no expert beside it, no padding
@@ -279,56 +238,3 @@ def _is_whole(entry: Entry, info: StoredTensor) -> bool:
 def _invert(divisor: float) -> float:
     """A stored divisor as a multiplier; 0 stays 0: a dead module's, never infinity."""
     return 1.0 / divisor if divisor else 0.0
-
-
-def _windows(entry: Entry, info: StoredTensor) -> Iterator[tuple[StoredTensor, int, int]]:
-    """Places (tensor, offset, bytes) to look at. Of a stack: neighbouring rows of this expert at two heights, so that
-    gate and up are both met, whether they lie one after the other or in turn."""
-    if info.nbytes == 0:
-        return
-    if not entry.shared:
-        count = min(SAMPLE_BYTES, info.nbytes)
-        yield info, (info.nbytes - count) // 2 // 24 * 24, count  # a multiple of what any element is packed in
-        return
-    experts = info.shape[0] if len(info.shape) > 2 else 1
-    part = info.nbytes // experts
-    rows = info.shape[1] if len(info.shape) > 2 else info.shape[0]
-    width = part // rows
-    for row in dict.fromkeys((rows // 4, rows // 4 + 1, 3 * rows // 4, 3 * rows // 4 + 1)):
-        if row < rows and width:
-            yield info, max(entry.expert, 0) % experts * part + row * width, min(SAMPLE_BYTES // 4, width)
-
-
-def _look(data: bytes, dtype: str, entry: Entry) -> tuple[bool, bool]:
-    """(alive, NaN or infinite) of some stored bytes. Integers are alive when not all bytes are equal: what zero is,
-    their packing and zero points say."""
-    if entry.quantized:
-        element = get_format(entry.format).element
-        if element == "e2m1":
-            return bool((np.frombuffer(data, np.uint8) & 0x77).any()), False
-        if element.startswith("int"):
-            return data.count(data[:1]) != len(data), False
-        whole = data[: len(data) // 3 * 3] if element in ("e2m3", "e3m2") else data
-        values = decode(torch.frombuffer(bytearray(whole), dtype=torch.uint8).view(_code_dtype(element)), element)
-    else:
-        size = DTYPES[dtype].itemsize
-        values = torch.frombuffer(bytearray(data[: len(data) // size * size]), dtype=DTYPES[dtype])
-    nan = values.dtype.is_floating_point and not bool(values.isfinite().all())
-    return bool(torch.count_nonzero(values)), nan
-
-
-def _code_dtype(element: str) -> torch.dtype:
-    return {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}.get(element, torch.uint8)
-
-
-def _unscaled(q: QuantizedTensor) -> torch.Tensor:
-    """Codes as values; with zero points as they decode, since there the zero code depends on the block."""
-    return decode(q.codes, q.spec.element) if q.zero_points is None else q.dequantize()
-
-
-def _any_in_block(flags_nk: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """Whether any flag of a block is set, `[blocks of N, blocks of K]`."""
-    n, k = flags_nk.shape
-    rows, columns = (size if b == WHOLE else b for b, size in zip(block, (n, k), strict=True))
-    padded = torch.nn.functional.pad(flags_nk, (0, -k % columns, 0, -n % rows))
-    return padded.reshape(-(-n // rows), rows, -(-k // columns), columns).any(3).any(1)

@@ -15,10 +15,12 @@ from .dialects.stacks import language_configs
 from .lint_facts import SCALAR_BYTES, without_codes
 from .lint_findings import entry_finding, more
 from .lint_reads import read_runs, to_doubles
-from .names import is_embedding, is_lm_head, parse_name, ties_embeddings
+from .names import LANGUAGE_MODEL, in_language_model, is_embedding, is_lm_head, parse_name, ties_embeddings
 from .open import Checkpoint, Entry
 from .selection import KV_SCALES
 
+EXPERT_COUNTS = ("n_routed_experts", "num_local_experts", "num_experts")
+PREDICTION_COUNTS = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers")  # numbered on, in some
 MOST_PARTS = 10_000  # layers of a model, experts of a layer: a config or a name may say any number
 PARALLEL_SIZES = range(2, 17)
 USUAL_SIZES = (2, 4, 8)  # no finding while one of them divides
@@ -27,7 +29,6 @@ SPLITS_ROWS = {"q_proj", "gate_proj", "up_proj", "w1", "w3", "q_b_proj", "kv_b_p
 SPLITS_COLUMNS = {"o_proj", "down_proj", "w2", "out_proj"}
 COMPARED_BYTES = 1 << 16  # of a tied head, at each of so many places
 COMPARED_PLACES = 16
-_MODEL_PARTS = {"model", "language_model", "text_model"}
 
 
 def check_missing_tensor(checkpoint: Checkpoint) -> Iterator[LintFinding]:
@@ -36,8 +37,9 @@ def check_missing_tensor(checkpoint: Checkpoint) -> Iterator[LintFinding]:
     faulty = (parse_name(p.tensor) for p in checkpoint.problems if p.tensor)
     places += [(p.layer, p.expert) for p in faulty]  # there, though nothing can be read
     layers = {layer for layer, _ in places if layer >= 0}
-    wanted = _first_count(checkpoint, ("num_hidden_layers",))
-    if wanted and layers:
+    wanted = _first_count(checkpoint, ("num_hidden_layers",)) or 0
+    numbered = any(part.isdecimal() for e in checkpoint.entries() for part in e.name.split("."))
+    if wanted and (layers or not numbered):  # other families number their layers under another name
         missing = sorted(set(range(min(wanted, MOST_PARTS))) - layers)
         if missing:
             yield _missing(
@@ -48,7 +50,7 @@ def check_missing_tensor(checkpoint: Checkpoint) -> Iterator[LintFinding]:
     for layer, expert in places:
         if expert >= 0 and layer >= 0:
             experts[layer].add(expert)
-    counted = _first_count(checkpoint, ("n_routed_experts", "num_local_experts", "num_experts"))
+    counted = _first_count(checkpoint, EXPERT_COUNTS)
     wanted = counted or max((max(e) + 1 for e in experts.values()), default=0)
     absent = [
         (layer, e)
@@ -68,12 +70,34 @@ def check_missing_tensor(checkpoint: Checkpoint) -> Iterator[LintFinding]:
         yield _missing("config.json says tie_word_embeddings false, and no output head (lm_head) is stored", 1)
 
 
+def check_surplus_tensor(checkpoint: Checkpoint) -> Iterator[LintFinding]:
+    """config-conflict: layers or experts beyond those that config.json counts."""
+    entries = [e for e in checkpoint.entries() if e.layer >= 0 and in_language_model(e.name)]
+    layers = _first_count(checkpoint, ("num_hidden_layers",)) or None  # 0 is a fault of its own
+    experts = _first_count(checkpoint, EXPERT_COUNTS)
+    if experts is not None:
+        experts += _first_count(checkpoint, ("zero_expert_num",)) or 0  # LongCat's, that pass their input on
+    predicting = _first_count(checkpoint, PREDICTION_COUNTS) or 0
+    for count, what, surplus in (
+        (layers, "layers", [e for e in entries if layers is not None and e.layer >= layers + predicting]),
+        (experts, "experts", [e for e in entries if experts is not None and e.expert >= experts]),
+    ):
+        if surplus:
+            yield entry_finding(
+                "config-conflict",
+                "warning",
+                f"config.json counts {count} {what}, and {surplus[0].name} is stored",
+                surplus,
+                "restore the config.json of this model; servers ignore what is not counted, or refuse it",
+            )
+
+
 def check_duplicate_module(checkpoint: Checkpoint) -> Iterator[LintFinding]:
     """duplicate-module: one module under two prefixes that differ in repeated or optional parts only."""
     seen: dict[tuple[str, ...], list[Entry]] = defaultdict(list)
     for entry in checkpoint.entries():
         parts = entry.name.split(".")
-        once = [p for i, p in enumerate(parts) if p not in _MODEL_PARTS and (i == 0 or p != parts[i - 1])]
+        once = [p for i, p in enumerate(parts) if p not in LANGUAGE_MODEL and (i == 0 or p != parts[i - 1])]
         seen[tuple(once)].append(entry)
     twice = [group for group in seen.values() if len(group) > 1]
     if twice:
@@ -189,10 +213,10 @@ def _block_size(scales_only: Checkpoint, entry: Entry) -> tuple[int, int]:
     return (1 if rows == WHOLE else rows), (max(8 // ELEMENTS[spec.element].bits, 1) if columns == WHOLE else columns)
 
 
-def _first_count(checkpoint: Checkpoint, keys: Sequence[str]) -> int:
-    """The first of these numbers that a config of the language model has; 0 for none."""
+def _first_count(checkpoint: Checkpoint, keys: Sequence[str]) -> int | None:
+    """The first of these numbers that a config of the language model has; None for none."""
     counts = (c[key] for c in language_configs(checkpoint.config) for key in keys if type(c.get(key)) is int)
-    return max(next(counts, 0), 0)
+    return next((count for count in counts if count >= 0), None)
 
 
 def _missing(message: str, count: int) -> LintFinding:

@@ -2,6 +2,7 @@
 
     for info, data in read_runs(folder, infos):      # neighbours in a file come in one read
         scan = scan_scales(data, info.dtype)         # how many are NaN, zero, negative; the largest; their mean log2
+    scan_floats(data, "BF16").nonfinite          # whether a value is NaN or infinite
 
 A checkpoint of 1 T parameters has hundreds of thousands of scalars, which lie side by side, and some 30 to 60 GB of
 block scales, which do not: the first are always read, the second up to a budget.
@@ -26,6 +27,16 @@ MOST_REMOTE_GAP = 1 << 18  # a request to the Hub costs as much as these
 MOST_RUN = 1 << 23
 WINDOWS = 3  # of a sample: the start, the middle, the end
 _WIDE = 1 << 16  # bytes from which two of them are counted at a time
+
+# Of stored floats: the unsigned integer of their size, its bits but the sign, and the least of those that is no number.
+FLOATS: dict[str, tuple[str, int, int]] = {
+    "BF16": ("<u2", 0x7FFF, 0x7F80),
+    "F16": ("<u2", 0x7FFF, 0x7C00),
+    "F32": ("<u4", 0x7FFF_FFFF, 0x7F80_0000),
+    "F64": ("<u8", 0x7FFF_FFFF_FFFF_FFFF, 0x7FF0_0000_0000_0000),
+    "F8_E4M3": ("u1", 0x7F, 0x7F),
+    "F8_E5M2": ("u1", 0x7F, 0x7C),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +71,15 @@ def read_runs(folder: Folder, infos: Iterable[StoredTensor]) -> Iterator[tuple[S
         yield from _read_run(folder, run)
 
 
+def read_pieces(folder: Folder, infos: Iterable[StoredTensor]) -> Iterator[tuple[StoredTensor, bytes | memoryview]]:
+    """`read_runs`, and of a tensor larger than `MOST_RUN` one piece of that size after the other."""
+    large = [info for info in infos if info.nbytes > MOST_RUN]
+    yield from read_runs(folder, (info for info in infos if info.nbytes <= MOST_RUN))
+    for info in sorted(large, key=lambda i: (i.file, i.begin)):
+        for offset in range(0, info.nbytes, MOST_RUN):
+            yield info, folder.load_bytes(info, offset, min(MOST_RUN, info.nbytes - offset))
+
+
 def read_windows(folder: Folder, info: StoredTensor, count: int) -> bytes:
     """About `count` bytes of a tensor: its start, its middle and its end."""
     width = max(count // WINDOWS // 8 * 8, 8)
@@ -70,6 +90,25 @@ def read_windows(folder: Folder, info: StoredTensor, count: int) -> bytes:
 def is_remote(folder: Folder) -> bool:
     """Whether bytes come from the Hub, a request each read."""
     return folder.name.startswith("hf:")
+
+
+@dataclass(frozen=True, slots=True)
+class ValueScan:
+    """What some values are. alive: one is not zero. nonfinite: one is NaN or infinite."""
+
+    alive: bool
+    nonfinite: bool
+
+    def __or__(self, other: ValueScan) -> ValueScan:
+        return ValueScan(self.alive or other.alive, self.nonfinite or other.nonfinite)
+
+
+def scan_floats(data: bytes | memoryview, kind: str) -> ValueScan:
+    """Scan values stored as `kind` (a key of FLOATS); a cut-off last one is left out."""
+    integer, magnitude, first = FLOATS[kind]
+    size = np.dtype(integer).itemsize
+    largest = int((np.frombuffer(data, integer, len(data) // size) & magnitude).max(initial=0))
+    return ValueScan(alive=largest > 0, nonfinite=largest >= first)
 
 
 def scan_scales(data: bytes | memoryview, dtype: str) -> Scan:

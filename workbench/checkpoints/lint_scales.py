@@ -9,7 +9,7 @@ from workbench.formats import get_format
 from workbench.kernels.elements import ELEMENTS
 from workbench.records import LintFinding
 
-from .lint_facts import ScaleFacts
+from .lint_facts import Facts, ScaleFacts
 from .lint_findings import entry_finding
 from .match import is_plain_name, matches_any
 from .open import Checkpoint
@@ -41,14 +41,15 @@ def check_scale_nan(facts: Sequence[ScaleFacts]) -> Iterator[LintFinding]:
         )
 
 
-def check_nan_values(facts: Sequence[ScaleFacts]) -> Iterator[LintFinding]:
+def check_nan_values(facts: Facts) -> Iterator[LintFinding]:
     """nan-values: FP8 codes or plain weights that are NaN or infinite, where values were looked at."""
-    bad = [f for f in facts if f.nan_values]
+    bad = [f.entry for f in facts.matrices if f.nan_values] + facts.nonfinite
     if bad:
-        yield _finding(
+        yield entry_finding(
             "nan-values",
             "error",
-            f"the {bad[0].entry.format} matrix holds values that are NaN or infinite",
+            f"the {bad[0].format} {'matrix' if len(bad[0].shape) == 2 else 'tensor'} holds values that are NaN or"
+            " infinite",
             bad,
             "restore it from the source; ModelOpt's FP8 export of an all-zero matrix is all NaN: exclude such matrices",
         )

@@ -29,6 +29,8 @@ FUSED_PROJECTIONS: tuple[tuple[str, ...], ...] = (
     ("in_proj_b", "in_proj_a"),
 )
 
+LANGUAGE_MODEL = {"model", "language_model", "text_model"}  # the parts of its prefix
+
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 _EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)(?:\.|$)")
 _SHARED_EXPERT = re.compile(r"(?:^|\.)(?:shared?_experts?|shared_mlp)(?:\.|$)")
@@ -75,6 +77,14 @@ def parse_name(name: str) -> ParsedName:
         projection=module.rpartition(".")[2] if parameter == "weight" else "",
         shared_expert=bool(_SHARED_EXPERT.search(name)),
     )
+
+
+def in_language_model(name: str) -> bool:
+    """Whether a tensor of a layer, an embedding or a head is the language model's own by its prefix (`model.`,
+    `language_model.model.`, none), not a tower's, an encoder's or a prediction head's."""
+    layer = _LAYER.search(name)
+    prefix = name[: layer.start()] if layer else name.rpartition(".")[0].rpartition(".")[0]
+    return LANGUAGE_MODEL.issuperset(part for part in prefix.split(".") if part)
 
 
 def fusion_group(module: str) -> str | None:

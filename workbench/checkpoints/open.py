@@ -175,8 +175,8 @@ def resolve_path(path: str | Path) -> Path:
 
 
 def _is_hub_name(path: str | Path) -> bool:
-    """pathlib makes one slash of two, so both count."""
-    return str(path).startswith("hf:/")
+    """pathlib makes one slash of two, or none, so all count; a folder of that name is `./hf:...`."""
+    return str(path).startswith("hf:")
 
 
 def _read_folder(path: str | Path) -> Folder:

@@ -22,6 +22,7 @@ from .open import Checkpoint, Entry
 from .recipe import DENSE_FORMATS, KEEP, Recipe, Rule
 
 FLOAT_FORMATS = {"bf16", "f16", "f32", "f64"}
+WIDEST_PADDING = 4096  # of a block over a smaller matrix; readers take no larger ones either
 # KV-cache scales belong to the source's own KV quantization, which the written config does not declare.
 KV_SCALES = {"k_scale", "v_scale", "kv_scale", "q_scale", "output_scale", "prob_output_scale"}
 
@@ -122,6 +123,7 @@ def _step(entry: Entry, rule: Rule | None, dialect: Dialect) -> Step:
         if entry.quantized and entry.format in dialect.writes:
             return Step(entry=entry, action="copy", format=entry.format)
         return _dense_step(entry, "")
+    _check_block(entry, rule)
     if entry.format == rule.format:
         return Step(entry=entry, action="copy", format=rule.format, rule=rule.rule, block=rule.block)
     _check_quantizable(entry, rule)
@@ -183,6 +185,18 @@ def _check_quantizable(entry: Entry, rule: Rule) -> None:
             f" (shape {list(entry.shape)})",
             fix=exclude,
         )
+
+
+def _check_block(entry: Entry, rule: Rule) -> None:
+    """Refuse a block that is far larger than the matrix: it would be filled up with zeros to whole blocks first."""
+    rows, columns = get_format(rule.format).resolve_block(rule.block)
+    for size, block, axis in zip(entry.shape, (rows, columns), "NK", strict=True):
+        if block > max(size, WIDEST_PADDING):
+            raise FormatError(
+                f"{entry.name} is {list(entry.shape)}; blocks of {rows} x {columns} ({rule.format}) are larger than its"
+                f" {axis} = {size}",
+                fix=f"give blocks of at most {max(size, WIDEST_PADDING)}, or exclude it: --exclude '{entry.module}'",
+            )
 
 
 def _excluded_modules(steps: list[Step]) -> list[str]:

@@ -52,7 +52,7 @@ class Outcome:
     kind: its projection, for statistics. power, error: sums of w^2 and of (w - stored)^2 in float64, of a quantized
     tensor; changed: how many of its values differ. cast: carried from mxfp4 to nvfp4 instead of rounded. block: (rows,
     columns) where the format leaves them open. input_scale, zero_points: whether they are stored. fault: what was wrong
-    with a source that was decoded all the same.
+    with a source that was decoded, or kept, all the same.
     """
 
     name: str
@@ -176,6 +176,8 @@ class Transform:
                 return {}
             check_scales(step.entry, source)
             sources.append(source)
+        if len({q.shape[1] for q in sources}) > 1:
+            return {}  # no server can fuse them: rounded one by one, as from any other source
         rows = [q.shape[0] for q in sources]
         together = QuantizedTensor(
             format="mxfp4",
@@ -254,9 +256,12 @@ class Transform:
             values = source.effective(target or torch.bfloat16)
             bad = _count_nonfinite(values)
             return values, fault or (_nonfinite_fault(step.entry, bad, values) if bad else "")
-        if target is None or not source.is_floating_point():
+        if not source.is_floating_point():
             return source, ""
-        return source if source.dim() < 2 and source.dtype == torch.float32 else source.to(target), ""
+        vector = source.dim() < 2 and source.dtype == torch.float32
+        values = source if target is None or vector else source.to(target)
+        bad = _count_nonfinite(values)
+        return values, _nonfinite_fault(step.entry, bad, values, "is written with") if bad else ""
 
 
 def projection_kind(entry: Entry) -> str:
@@ -306,8 +311,8 @@ def _count_nonfinite(values: torch.Tensor) -> int:
     return int((~values.isfinite()).sum())
 
 
-def _nonfinite_fault(entry: Entry, bad: int, values: torch.Tensor) -> str:
-    return f"{entry.name} in {entry.file} decodes to NaN or infinite values ({bad} of {values.numel()})"
+def _nonfinite_fault(entry: Entry, bad: int, values: torch.Tensor, verb: str = "decodes to") -> str:
+    return f"{entry.name} in {entry.file} {verb} NaN or infinite values ({bad} of {values.numel()})"
 
 
 def _compare(w_nk: torch.Tensor, q: QuantizedTensor) -> tuple[float, float, int]:

@@ -9,8 +9,9 @@
 Everything goes to a hidden sibling folder; a full disk, Ctrl-C or any other error removes it. Its name says whose it is
 (host, process), so that what a killed process left is removed by the next one that writes there.
 
-With `resume=True` the next one takes the finished shards over instead, when `key` (what is written, from what) is the
-same, and an error keeps them too. `writer.finished` then holds the notes of every `add` that need not be repeated.
+With `resume=True` the next one takes the finished shards over instead, and an error keeps them too. `writer.finished`
+then holds the notes of every `add` that need not be repeated. What is written, from what (`request`), lies beside the
+shards before the first of them; another request is refused, also when no shard was finished.
 
 A tensor goes to disk as it is added. A safetensors file starts with its header and wants its tensors ordered by
 alignment, and neither is known before a shard is full; so a shard's bytes are spooled to a file and copied into order
@@ -20,7 +21,6 @@ when it ends. The price is a second write of every byte; the gain is that no sha
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -36,14 +36,14 @@ from typing import Any
 
 import torch
 
-from workbench.errors import CheckpointError, OutputError
+from workbench.errors import DISK_FULL, CheckpointError, OutputError, write_fix
 
 from .files import INDEX_NAME, check_path, to_json_text
 from .header import DTYPES
 
 DEFAULT_SHARD_BYTES = 2 << 30
 _COPY_BYTES = 8 << 20
-_KEY_FILE = ".conversion.json"
+_REQUEST_FILE = ".conversion.json"
 _SPOOL = ".spool"
 # The safetensors library's order of tensors in a file: by dtype, the widest first, then by name.
 _DTYPE_ORDER = {
@@ -56,23 +56,16 @@ _DTYPE_ORDER = {
     )
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_PLACE_FAULTS = {
-    **dict.fromkeys(
-        (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY, errno.EBUSY),
-        "something else lies in the way: choose another output folder",
-    ),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "check permissions or choose another output folder"),
-    **dict.fromkeys((errno.ENAMETOOLONG, errno.ELOOP), "choose another output folder, with a shorter name"),
-}
 
 
 class CheckpointWriter:
     """Collects tensors into shards of at most `max_shard_bytes` and builds `path` when the block ends without error.
 
-    resume, key: see the module. finished: the notes of the adds that finished shards of an earlier attempt hold, in
-    order; the caller goes on with the one after. Raises CheckpointError when `path` is a file or a non-empty folder
-    (unless overwrite=True, which replaces it at the end) or what an earlier attempt left was written under another key,
-    OutputError when the disk is full or not writable.
+    resume, request: see the module; request: what decides the written bytes, by a word for messages. finished: the
+    notes of the adds that finished shards of an earlier attempt hold, in order; the caller goes on with the one after.
+    Raises CheckpointError when `path` is a file or a non-empty folder (unless overwrite=True, which replaces it at the
+    end) or what an earlier attempt left was another request's, naming what differs, OutputError when the disk is full
+    or not writable.
     """
 
     def __init__(
@@ -82,13 +75,13 @@ class CheckpointWriter:
         overwrite: bool = False,
         max_shard_bytes: int = DEFAULT_SHARD_BYTES,
         resume: bool = False,
-        key: str = "",
+        request: Mapping[str, Any] | None = None,
     ) -> None:
         self.path = path
         self.overwrite = overwrite
         self.max_shard_bytes = max_shard_bytes
         self.resume = resume
-        self.key = key
+        self.request = dict(request or {})
         self.finished: list[Any] = []
         self._notes: list[Any] = []
         self._rows: list[_Row] = []
@@ -101,13 +94,14 @@ class CheckpointWriter:
         check_destination(self.path, overwrite=self.overwrite)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            left = _find_unfinished(self.path, self.key) if self.resume else None
+            left = _find_unfinished(self.path, self.request) if self.resume else None
             self._build = _make_sibling(self.path, "new")
-            if left is not None:
+            if left is None:
+                self.write_text(_REQUEST_FILE, json.dumps(self.request))
+            else:
                 self._build.rmdir()
                 left.rename(self._build)
                 self._take_over()
-            self.write_text(_KEY_FILE, json.dumps({"key": self.key}))
             self._spool = (self._build / _SPOOL).open("w+b", buffering=0)
         except OSError as error:
             raise _output_error(self.path, error) from error
@@ -216,7 +210,7 @@ class CheckpointWriter:
             self._names.update(entry["names"])
             self._total_bytes += entry["bytes"]
             self.finished += entry["notes"]
-        kept = {name + end for name, _ in self._shards for end in ("", ".json")}
+        kept = {_REQUEST_FILE, *(name + end for name, _ in self._shards for end in ("", ".json"))}
         for path in self._build.iterdir():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -237,7 +231,7 @@ class CheckpointWriter:
             self.write_json(INDEX_NAME, index)
         for name, _ in self._shards:
             (self._build / f"{name}.json").unlink()
-        for name in (_KEY_FILE, _SPOOL):
+        for name in (_REQUEST_FILE, _SPOOL):
             (self._build / name).unlink()
         self._replace()
 
@@ -309,17 +303,22 @@ def _leftovers(path: Path) -> Iterator[tuple[str, Path]]:
             yield match[1], sibling
 
 
-def _find_unfinished(path: Path, key: str) -> Path | None:
-    """The unfinished folder of an earlier attempt under `key`, the one with the most shards; the others are removed.
+def _find_unfinished(path: Path, request: Mapping[str, Any]) -> Path | None:
+    """The unfinished folder of an earlier attempt at `request`, the one with the most shards; the others are removed.
 
-    Raises CheckpointError when every attempt with finished shards was under another key.
+    Raises CheckpointError when every attempt was at another request. One that left neither a shard nor its request
+    (killed at once) is none.
     """
+    asked = json.loads(json.dumps(request))
     found = [sibling for kind, sibling in _leftovers(path) if kind == "new"]
     counts = {sibling: sum(1 for _ in _finished_shards(sibling)) for sibling in found}
-    same = [sibling for sibling in found if _read_json(sibling / _KEY_FILE).get("key") == key]
-    if not same and any(counts.values()):
+    made = {sibling: _read_json(sibling / _REQUEST_FILE) for sibling in found}
+    same = [sibling for sibling in found if made[sibling] == asked]
+    other = next((sibling for sibling in found if made[sibling] or counts[sibling]), None)
+    if not same and other is not None:
         raise CheckpointError(
-            f"the unfinished conversion to {path} was made from another source or by another recipe",
+            f"the unfinished conversion to {path} was made from another source or by another recipe:"
+            f" {_differences(made[other], asked)}",
             fix="repeat the command that began it, or leave --resume out to start anew",
         )
     best = max(same, key=lambda sibling: counts[sibling], default=None)
@@ -327,6 +326,26 @@ def _find_unfinished(path: Path, key: str) -> Path | None:
         if sibling != best:
             shutil.rmtree(sibling, ignore_errors=True)
     return best
+
+
+def _differences(made: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
+    """What differs between two requests, in words. Of lists only what one of them has and the other has not."""
+    if not made:
+        return "it does not say how"
+    parts = []
+    for what in dict.fromkeys((*asked, *made)):
+        before, now = made.get(what), asked.get(what)
+        if before == now:
+            continue
+        if isinstance(before, list) and isinstance(now, list):
+            only_before = [item for item in before if item not in now]
+            only_now = [item for item in now if item not in before]
+            if not only_before and not only_now:
+                parts.append(f"{what} in another order")
+                continue
+            before, now = ("; ".join(items[:3]) or "nothing of it" for items in (only_before, only_now))
+        parts.append(f"{what} was {str(before)[:200]}, now {str(now)[:200]}")
+    return ", ".join(parts)
 
 
 def _finished_shards(build: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -394,11 +413,8 @@ def _is_checkpoint(path: Path) -> bool:
 
 def _output_error(path: Path, error: OSError, *, kept: bool = False) -> OutputError:
     reason = error.strerror or str(error)
-    if error.errno in _PLACE_FAULTS:
-        fix = _PLACE_FAULTS[error.errno]
-    else:
-        fix = "free space or choose another output folder"
+    if error.errno in DISK_FULL:
         with contextlib.suppress(OSError):
             reason += f" ({shutil.disk_usage(path.parent).free / 2**20:.0f} MiB free)"
     left = "finished shards are kept for --resume" if kept else "nothing was left behind"
-    return OutputError(f"could not write the checkpoint {path}: {reason}; {left}", fix=fix)
+    return OutputError(f"could not write the checkpoint {path}: {reason}; {left}", fix=write_fix(error))

@@ -116,9 +116,7 @@ def write_activations(
     except Exception as error:  # safetensors raises its own type on a full disk
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)
-        raise OutputError(
-            f"could not write {path}: {error}", fix="free space or choose another output folder"
-        ) from error
+        raise OutputError.of(path, error) from error
 
 
 def read_activations(path: Path) -> Activations:

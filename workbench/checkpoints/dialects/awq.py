@@ -11,33 +11,25 @@ layout; gemv and others pack along K for one kernel and are refused. Source: Aut
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from workbench.errors import CheckpointError
 from workbench.formats import QuantizedTensor
 
-from ..files import Folder, Problem
+from ..files import Folder
 from ..header import StoredTensor
-from .base import Declaration, Dialect, Load, Located, Written, find_config_block, string_list
-from .dense import PLAIN_FORMATS, locate_plain
-from .int4 import from_unsigned, unpack_int32
-from .stacks import read_plain, split_expert_stacks
-
-SIDE_FILE = "quant_config.json"
-_ROLES = {"values": "qweight", "block_scales": "scales", "zero_points": "qzeros"}
+from .base import Declaration, Load, Located, string_list
+from .int4 import PackedWordsDialect, from_unsigned, unpack_int32
+from .stacks import read_plain
 
 
-class Awq(Dialect):
+class Awq(PackedWordsDialect):
     name = "awq"
-    writes = ()
-
-    def detect(self, folder: Folder) -> bool:
-        block = find_config_block(folder.config)
-        if block is None:
-            return (folder.path / SIDE_FILE).is_file() and self.detect_tensors(folder)
-        return block.get("quant_method") == "awq"
+    side_file = "quant_config.json"
+    roles: ClassVar[Mapping[str, str]] = {"values": "qweight", "block_scales": "scales", "zero_points": "qzeros"}
+    advice = "export the checkpoint again in AutoAWQ's gemm layout"
 
     def detect_tensors(self, folder: Folder) -> bool:
         for name, info in folder.tensors.items():
@@ -47,14 +39,12 @@ class Awq(Dialect):
         return False
 
     def declare(self, folder: Folder) -> Declaration:
-        block = find_config_block(folder.config)
-        where = "config.json quantization_config" if block is not None else SIDE_FILE
-        block = folder.read_json(SIDE_FILE) if block is None else block
+        where, block = self.read_block(folder)
         if block is None:
             return Declaration()
         bits = block.get("bits", block.get("w_bit", 4))
-        version = str(block.get("version") or "gemm").lower()
-        packing = block.get("pack_method") or "reorder"  # Quark's exports say it
+        version = str(_stated(block, "version", "gemm")).lower()
+        packing = _stated(block, "pack_method", "reorder")  # Quark's exports say it
         for key, value, known in (("bits", bits, 4), ("version", version, "gemm"), ("pack_method", packing, "reorder")):
             if value != known:
                 raise CheckpointError(
@@ -68,41 +58,6 @@ class Awq(Dialect):
             excludes=tuple(f"*{part}*" for part in skipped),  # AutoAWQ looks for them anywhere in a name
         )
 
-    def locate(self, folder: Folder, problems: list[Problem]) -> list[Located]:
-        located: list[Located] = []
-        used: set[str] = set()
-        for name, info in folder.tensors.items():
-            if not name.endswith(".qweight"):
-                continue
-            stem = name.removesuffix("qweight")
-            parts = {role: folder.tensors[stem + s] for role, s in _ROLES.items() if stem + s in folder.tensors}
-            used.update(part.name for part in parts.values())
-            fault = _find_fault(parts, stem)
-            if fault:
-                problems.append(
-                    Problem(
-                        "scale-shape" if len(parts) == 3 else "missing-companion",
-                        "error",
-                        f"{name} in {info.file} is {info.dtype} {list(info.shape)}: {fault}",
-                        tensor=name,
-                        file=info.file,
-                        fix="export the checkpoint again in AutoAWQ's gemm layout",
-                    )
-                )
-                continue
-            k, n = info.shape[0], parts["block_scales"].shape[1]
-            located.append(
-                Located(
-                    name=stem + "weight",
-                    format="int4_group",
-                    shape=(n, k),
-                    parts={role: part.name for role, part in parts.items()},
-                    quantized=True,
-                )
-            )
-        plain = (locate_plain(info, problems) for name, info in folder.tensors.items() if name not in used)
-        return located + split_expert_stacks(folder, (entry for entry in plain if entry is not None), problems)
-
     def assemble(self, located: Located, load: Load) -> QuantizedTensor | torch.Tensor:
         if not located.quantized:
             return read_plain(located, load)
@@ -113,29 +68,24 @@ class Awq(Dialect):
         group = located.shape[1] // scales_gn.shape[0]
         return from_unsigned(codes_kn.T, zeros_gn.T, scales_gn.T, bits=4, group=group)
 
-    def disassemble(self, name: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
-        raise CheckpointError("the awq dialect is read, not written", fix="choose another dialect")
+    def find_fault(self, parts: Mapping[str, StoredTensor], stem: str, block: Mapping[str, Any]) -> str:
+        scales, zeros = parts["block_scales"], parts["zero_points"]
+        (k, words), (groups, n) = parts["values"].shape, scales.shape
+        if words * 8 != n:
+            gptq = " (packed along K, as GPTQ does)" if words == n else ""
+            return f"{scales.name} has {n} columns{gptq}, expected {words * 8}"
+        if zeros.shape != (groups, words):
+            return f"{zeros.name} is {list(zeros.shape)}, expected {[groups, words]}"
+        if not groups or k % groups or k % 2:
+            return f"{scales.name} has {groups} groups, into which K = {k} does not divide"
+        return ""
 
-    def config_files(self, config: dict[str, Any], written: Written) -> dict[str, dict[str, Any]]:
-        raise CheckpointError("the awq dialect is read, not written", fix="choose another dialect")
+    def describe(
+        self, parts: Mapping[str, StoredTensor], block: Mapping[str, Any], where: str
+    ) -> tuple[int, tuple[int, int], Any]:
+        return 4, (parts["block_scales"].shape[1], parts["values"].shape[0]), None
 
 
-def _find_fault(parts: Mapping[str, StoredTensor], stem: str) -> str:
-    """Why these parts are no AWQ matrix; "" if they are."""
-    missing = [_ROLES[role] for role in ("block_scales", "zero_points") if role not in parts]
-    if missing:
-        return f"{stem}{missing[0]} is in no shard"
-    weight, scales, zeros = parts["values"], parts["block_scales"], parts["zero_points"]
-    if {weight.dtype, zeros.dtype} != {"I32"} or scales.dtype not in PLAIN_FORMATS:
-        return f"with {scales.dtype} scales and {zeros.dtype} zeros; expected I32 words and float scales"
-    if {len(part.shape) for part in (weight, scales, zeros)} != {2}:
-        return "qweight, scales and qzeros are not all matrices"
-    (k, words), (groups, n) = weight.shape, scales.shape
-    if words * 8 != n:
-        gptq = " (packed along K, as GPTQ does)" if words == n else ""
-        return f"{scales.name} has {n} columns{gptq}, expected {words * 8}"
-    if zeros.shape != (groups, words):
-        return f"{zeros.name} is {list(zeros.shape)}, expected {[groups, words]}"
-    if not groups or k % groups or k % 2:
-        return f"{scales.name} has {groups} groups, into which K = {k} does not divide"
-    return ""
+def _stated(block: Mapping[str, Any], key: str, default: str) -> Any:
+    value = block.get(key)
+    return default if value is None else value

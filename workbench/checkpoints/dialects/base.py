@@ -146,13 +146,15 @@ class Dialect(ABC):
     def assemble(self, located: Located, load: Load) -> QuantizedTensor | torch.Tensor:
         """Read the parts of one located tensor into canonical form."""
 
-    @abstractmethod
     def disassemble(self, name: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
-        """Canonical tensor `name` (`<module>.weight`) to stored tensors by name."""
+        """Canonical tensor `name` (`<module>.weight`) to stored tensors by name. Raises CheckpointError for a tensor
+        that this dialect does not write."""
+        raise self._not_written()
 
-    @abstractmethod
     def config_files(self, config: dict[str, Any], written: Written) -> dict[str, dict[str, Any]]:
-        """File name -> JSON to write, from the source's config without its quantization block."""
+        """File name -> JSON to write, from the source's config without its quantization block. Raises CheckpointError
+        for what this dialect's config cannot say."""
+        raise self._not_written()
 
     def bundle(self, name: str) -> str | None:
         """A key shared by the tensors that this dialect stores as one (gpt-oss: a layer's experts); None: alone."""
@@ -164,24 +166,34 @@ class Dialect(ABC):
         """The members of one bundle, canonical, to stored tensors by name. Raises CheckpointError for a missing one."""
         raise NotImplementedError(f"{self.name} has no bundles")
 
+    def _not_written(self) -> CheckpointError:
+        return CheckpointError(f"the {self.name} dialect is read, not written", fix="choose another dialect")
+
 
 def find_config_block(config: dict[str, Any]) -> dict[str, Any] | None:
-    """`quantization_config` (or the older `compression_config`), at the top or within `text_config`.
+    """`quantization_config` (or the older `compression_config`), at the top or within `text_config`: the first of them.
 
-    Raises CheckpointError for one that is no JSON object (null counts as absent).
+    Raises CheckpointError for any that is no JSON object (null counts as absent).
     """
-    for holder in (config, config.get("text_config") or {}):
+    return next(iter(find_config_blocks(config).values()), None)
+
+
+def find_config_blocks(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Every quantization block by its place, in the order in which one is chosen. Raises CheckpointError."""
+    inner = config.get("text_config")
+    blocks: dict[str, dict[str, Any]] = {}
+    for place, holder in (("", config), ("text_config.", inner if isinstance(inner, dict) else {})):
         for key in ("quantization_config", "compression_config"):
-            block = holder.get(key) if isinstance(holder, dict) else None
+            block = holder.get(key)
             if block is None:
                 continue
             if not isinstance(block, dict):
                 raise CheckpointError(
-                    f"config.json: broken {key}: it is {repr(block)[:80]}, expected a JSON object",
+                    f"config.json: broken {place}{key}: it is {repr(block)[:80]}, expected a JSON object",
                     fix="restore the producer's config.json; without quantization, leave the key out",
                 )
-            return block
-    return None
+            blocks[place + key] = block
+    return blocks
 
 
 def without_config_block(config: dict[str, Any]) -> dict[str, Any]:
@@ -191,6 +203,17 @@ def without_config_block(config: dict[str, Any]) -> dict[str, Any]:
     if isinstance(copy.get("text_config"), dict):
         copy["text_config"] = {k: v for k, v in copy["text_config"].items() if k not in blocks}
     return copy
+
+
+def config_table(block: Mapping[str, Any], key: str, where: str, *, of: str = "module names") -> dict[str, Any]:
+    """A table of a config block; absent and null are empty. Raises CheckpointError for anything else, also an empty
+    list or string: what it was to say cannot be told."""
+    value = block.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where}.{key} is no table of {of}, but {repr(value)[:80]}", fix="repair the config")
+    return value
 
 
 def string_list(value: Any, where: str) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ from workbench.formats import QuantizedTensor, get_format
 from ..files import Folder, Problem
 from ..header import StoredTensor
 from ..match import is_plain_name
-from .base import Declaration, Dialect, Load, Located, Written, find_config_block, string_list
+from .base import Declaration, Dialect, Load, Located, config_table, find_config_block, string_list
 from .dense import LOW_BIT_DTYPES, PLAIN_FORMATS, locate_plain
 from .stacks import ExpertSlice, Stack, find_stacks, language_configs, read_plain, split_expert_stacks
 
@@ -136,12 +136,6 @@ class DeepSeekFp8(Dialect):
             block=cut.block,
             input_scale=scalars.get("input_scale"),
         )
-
-    def disassemble(self, name: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
-        raise CheckpointError("the deepseek_fp8 dialect is read, not written", fix="choose another dialect")
-
-    def config_files(self, config: dict[str, Any], written: Written) -> dict[str, dict[str, Any]]:
-        raise CheckpointError("the deepseek_fp8 dialect is read, not written", fix="choose another dialect")
 
 
 def translate_skip_list(names: Iterable[str]) -> tuple[str, ...]:
@@ -407,13 +401,12 @@ def _read_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _read_modules(block: Mapping[str, Any], where: str, default: str) -> dict[str, str]:
-    listed = block.get("quantized_layers") or {}
-    if not isinstance(listed, dict) or not all(isinstance(v or {}, dict) for v in listed.values()):
-        raise CheckpointError(f"{where}.quantized_layers is no table of module names", fix="repair the config")
+    listed = config_table(block, "quantized_layers", where)
     known = {**_QUANT_ALGOS, "FP8": default or "fp8_tensor"}
     modules = {}
-    for module, entry in listed.items():
-        algorithm = str((entry or {}).get("quant_algo", "")).upper()
+    for module in listed:
+        layer = config_table(listed, module, f"{where}.quantized_layers", of="settings")
+        algorithm = str(layer.get("quant_algo", "")).upper()
         if algorithm not in known:
             raise CheckpointError(
                 f"{where}.quantized_layers[{module!r}] is {algorithm!r}, which this version does not read",

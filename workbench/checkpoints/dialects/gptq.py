@@ -14,25 +14,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from workbench.errors import CheckpointError
 from workbench.formats import QuantizedTensor
 
-from ..files import Folder, Problem
+from ..files import Folder
 from ..header import StoredTensor
-from .base import Declaration, Dialect, Load, Located, Written, find_config_block
-from .dense import PLAIN_FORMATS, locate_plain
-from .int4 import from_unsigned, unpack_int32
-from .stacks import read_plain, split_expert_stacks
+from .base import Declaration, Load, Located, config_table
+from .int4 import PackedWordsDialect, from_unsigned, unpack_int32
+from .stacks import read_plain
 
-SIDE_FILE = "quantize_config.json"
 BITS = (4, 8)
 ONE_LESS = {"gptq": True, "gptq_v2": False}  # checkpoint_format -> whether zeros are stored less one
 _ONES = {4: 0x11111111, 8: 0x01010101}
-_ROLES = {"values": "qweight", "block_scales": "scales", "zero_points": "qzeros", "group_index": "g_idx"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +41,16 @@ class Packing:
     one_less: bool
 
 
-class Gptq(Dialect):
+class Gptq(PackedWordsDialect):
     name = "gptq"
-    writes = ()
-
-    def detect(self, folder: Folder) -> bool:
-        block = find_config_block(folder.config)
-        if block is None:
-            return (folder.path / SIDE_FILE).is_file() and self.detect_tensors(folder)
-        return block.get("quant_method") == "gptq"
+    side_file = "quantize_config.json"
+    roles: ClassVar[Mapping[str, str]] = {
+        "values": "qweight",
+        "block_scales": "scales",
+        "zero_points": "qzeros",
+        "group_index": "g_idx",
+    }
+    advice = "export the checkpoint again; if config.json names another producer, restore it"
 
     def detect_tensors(self, folder: Folder) -> bool:
         return any(
@@ -61,7 +59,7 @@ class Gptq(Dialect):
         )
 
     def declare(self, folder: Folder) -> Declaration:
-        where, block = _read_config(folder)
+        where, block = self.read_block(folder)
         if block is None:
             return Declaration()
         bits = _check_bits(block.get("bits"), f"{where}.bits")
@@ -80,46 +78,6 @@ class Gptq(Dialect):
             excludes=tuple(excludes),
             modules=modules,
         )
-
-    def locate(self, folder: Folder, problems: list[Problem]) -> list[Located]:
-        where, block = _read_config(folder)
-        one_less = _stores_one_less(block or {}, where)
-        act_order = bool((block or {}).get("desc_act"))
-        located: list[Located] = []
-        used: set[str] = set()
-        for name, info in folder.tensors.items():
-            if not name.endswith(".qweight"):
-                continue
-            stem = name.removesuffix("qweight")
-            parts = {role: folder.tensors[stem + s] for role, s in _ROLES.items() if stem + s in folder.tensors}
-            used.update(part.name for part in parts.values())
-            fault = _find_fault(parts, stem, act_order)
-            if fault:
-                problems.append(
-                    Problem(
-                        "scale-shape" if len(parts) >= 3 else "missing-companion",
-                        "error",
-                        f"{name} in {info.file} is {info.dtype} {list(info.shape)}: {fault}",
-                        tensor=name,
-                        file=info.file,
-                        fix="export the checkpoint again; if config.json names another producer, restore it",
-                    )
-                )
-                continue
-            bits, k, n = _sizes(parts)
-            packing = Packing(bits=bits, group=-(-k // parts["block_scales"].shape[0]), one_less=one_less)
-            located.append(
-                Located(
-                    name=stem + "weight",
-                    format=f"int{bits}_group",
-                    shape=(n, k),
-                    parts={role: part.name for role, part in parts.items()},
-                    quantized=True,
-                    detail=packing,
-                )
-            )
-        plain = (locate_plain(info, problems) for name, info in folder.tensors.items() if name not in used)
-        return located + split_expert_stacks(folder, (entry for entry in plain if entry is not None), problems)
 
     def assemble(self, located: Located, load: Load) -> QuantizedTensor | torch.Tensor:
         if not located.quantized:
@@ -142,11 +100,32 @@ class Gptq(Dialect):
                 index = None  # in order
         return from_unsigned(codes_nk, zeros_gn.T, scales_ng, bits=packing.bits, group=packing.group, group_index=index)
 
-    def disassemble(self, name: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
-        raise CheckpointError("the gptq dialect is read, not written", fix="choose another dialect")
+    def find_fault(self, parts: Mapping[str, StoredTensor], stem: str, block: Mapping[str, Any]) -> str:
+        scales, zeros = parts["block_scales"], parts["zero_points"]
+        (words, n), (groups, columns) = parts["values"].shape, scales.shape
+        if n != columns:
+            awq = " (packed along N, as AWQ does)" if n * 8 == columns else ""
+            return f"{scales.name} has {columns} columns{awq}, expected {n}"
+        index = parts.get("group_index")
+        if index is None and block.get("desc_act"):
+            return f"{stem}g_idx is in no shard, and desc_act says that the groups are not in order"
+        if index is not None and (index.dtype != "I32" or len(index.shape) != 1):
+            return f"{index.name} is {index.dtype} {list(index.shape)}, expected I32 [K]"
+        bits, k, _ = _sizes(parts)
+        if bits not in BITS or k * bits != words * 32:
+            return f"{words} words for K = {k} inputs are {words * 32 / max(k, 1):g} bits a code; 4 and 8 are read"
+        if zeros.shape != (groups, -(-n * bits // 32)):
+            return f"{zeros.name} is {list(zeros.shape)}, expected {[groups, -(-n * bits // 32)]}"
+        if not groups or -(-k // -(-k // groups)) != groups:
+            return f"{scales.name} has {groups} groups, into which K = {k} does not divide"
+        return ""
 
-    def config_files(self, config: dict[str, Any], written: Written) -> dict[str, dict[str, Any]]:
-        raise CheckpointError("the gptq dialect is read, not written", fix="choose another dialect")
+    def describe(
+        self, parts: Mapping[str, StoredTensor], block: Mapping[str, Any], where: str
+    ) -> tuple[int, tuple[int, int], Any]:
+        bits, k, n = _sizes(parts)
+        group = -(-k // parts["block_scales"].shape[0])
+        return bits, (n, k), Packing(bits=bits, group=group, one_less=_stores_one_less(block, where))
 
 
 def unpack_zeros(words: torch.Tensor, packing: Packing) -> torch.Tensor:
@@ -157,13 +136,6 @@ def unpack_zeros(words: torch.Tensor, packing: Packing) -> torch.Tensor:
     return unpack_int32(words, packing.bits)
 
 
-def _read_config(folder: Folder) -> tuple[str, dict[str, Any] | None]:
-    block = find_config_block(folder.config)
-    if block is not None:
-        return "config.json quantization_config", block
-    return SIDE_FILE, folder.read_json(SIDE_FILE)
-
-
 def _check_bits(value: Any, where: str) -> int:
     if value not in BITS or isinstance(value, bool):
         raise CheckpointError(f"{where} is {value!r}, which this version does not read", fix="known: 4 and 8 bits")
@@ -171,7 +143,7 @@ def _check_bits(value: Any, where: str) -> int:
 
 
 def _stores_one_less(block: Mapping[str, Any], where: str) -> bool:
-    stated = block.get("checkpoint_format") or block.get("format") or "gptq"
+    stated = next((v for key in ("checkpoint_format", "format") if (v := block.get(key)) not in (None, "")), "gptq")
     if not isinstance(stated, str) or stated not in ONE_LESS:
         raise CheckpointError(
             f"{where}.checkpoint_format is {stated!r}, which this version does not read",
@@ -182,39 +154,8 @@ def _stores_one_less(block: Mapping[str, Any], where: str) -> bool:
 
 def _overrides(block: Mapping[str, Any], where: str) -> Mapping[str, Mapping[str, Any]]:
     """GPTQModel's `dynamic`: `-:regex` leaves modules alone, `+:regex` or `regex` gives them other settings."""
-    table = block.get("dynamic") or {}
-    if not isinstance(table, dict) or not all(isinstance(v or {}, dict) for v in table.values()):
-        raise CheckpointError(f"{where}.dynamic is no table of module patterns", fix="repair the config")
-    return {pattern: override or {} for pattern, override in table.items()}
-
-
-def _find_fault(parts: Mapping[str, StoredTensor], stem: str, act_order: bool) -> str:
-    """Why these parts are no GPTQ matrix; "" if they are."""
-    missing = [_ROLES[role] for role in ("block_scales", "zero_points") if role not in parts]
-    if missing:
-        return f"{stem}{missing[0]} is in no shard"
-    weight, scales, zeros = parts["values"], parts["block_scales"], parts["zero_points"]
-    if {weight.dtype, zeros.dtype} != {"I32"} or scales.dtype not in PLAIN_FORMATS:
-        return f"with {scales.dtype} scales and {zeros.dtype} zeros; expected I32 words and float scales"
-    if {len(part.shape) for part in (weight, scales, zeros)} != {2}:
-        return "qweight, scales and qzeros are not all matrices"
-    (words, n), (groups, columns) = weight.shape, scales.shape
-    if n != columns:
-        awq = " (packed along N, as AWQ does)" if n * 8 == columns else ""
-        return f"{scales.name} has {columns} columns{awq}, expected {n}"
-    index = parts.get("group_index")
-    if index is None and act_order:
-        return f"{stem}g_idx is in no shard, and desc_act says that the groups are not in order"
-    if index is not None and (index.dtype != "I32" or len(index.shape) != 1):
-        return f"{index.name} is {index.dtype} {list(index.shape)}, expected I32 [K]"
-    bits, k, _ = _sizes(parts)
-    if bits not in BITS or k * bits != words * 32:
-        return f"{words} words for K = {k} inputs are {words * 32 / max(k, 1):g} bits a code; 4 and 8 are read"
-    if zeros.shape != (groups, -(-n * bits // 32)):
-        return f"{zeros.name} is {list(zeros.shape)}, expected {[groups, -(-n * bits // 32)]}"
-    if not groups or -(-k // -(-k // groups)) != groups:
-        return f"{scales.name} has {groups} groups, into which K = {k} does not divide"
-    return ""
+    table = config_table(block, "dynamic", where, of="module patterns")
+    return {pattern: config_table(table, pattern, f"{where}.dynamic", of="settings") for pattern in table}
 
 
 def _sizes(parts: Mapping[str, StoredTensor]) -> tuple[int, int, int]:

@@ -59,9 +59,9 @@ _PROJECTIONS = {
     "input_linear": "gate_up_proj",
     "output_linear": "down_proj",
 }
-_INNER_CONFIGS = ("text_config", "llm_config", "language_config")
+INNER_CONFIGS = ("text_config", "llm_config", "language_config")
 _FIX = (
-    "give hidden_size and model_type in config.json, or split the stack into"
+    "give hidden_size and model_type in config.json as the model has them, or split the stack into"
     " experts.<e>.{gate_proj,up_proj,down_proj}.weight"
 )
 
@@ -166,28 +166,30 @@ def find_stacks(
     found: dict[str, Stack | None] = {}
     for stacks in containers.values():
         layout = _choose_layout(stacks, folder.config, family)
-        fault = layout if isinstance(layout, str) else ""
         for stack in stacks:
-            settled = stack if isinstance(layout, str) else dataclasses.replace(stack, layout=layout)
-            fault_here = fault or _check_members(settled, folder)
-            if fault_here:
+            if isinstance(layout, str):
+                settled, reason, file = stack, layout, "config.json"
+            else:
+                settled = dataclasses.replace(stack, layout=layout)
+                reason, file = _check_members(settled, folder), ""
+            if reason:
                 problems.append(
                     Problem(
                         "config-conflict",
                         "error",
-                        f"{stack.name} is an expert stack {list(stack.shape)}: {fault_here}",
+                        f"{stack.name} is an expert stack {list(stack.shape)}: {reason}",
                         tensor=stack.name,
-                        file=folder.tensors[stack.name].file,
+                        file=file or folder.tensors[stack.name].file,
                         fix=_FIX,
                     )
                 )
-            found[stack.name] = None if fault_here else settled
+            found[stack.name] = None if reason else settled
     return found
 
 
 def language_configs(config: dict[str, Any]) -> list[dict[str, Any]]:
     """Where a model's sizes stand: its language model's own config, if there is one, then the whole."""
-    return [*(config[key] for key in _INNER_CONFIGS if isinstance(config.get(key), dict)), config]
+    return [*(config[key] for key in INNER_CONFIGS if isinstance(config.get(key), dict)), config]
 
 
 def _parse(name: str, shape: tuple[int, ...]) -> Stack | None:
@@ -213,10 +215,11 @@ def _parse(name: str, shape: tuple[int, ...]) -> Stack | None:
 def _choose_layout(stacks: list[Stack], config: dict[str, Any], family: StackLayout | None) -> StackLayout | str:
     """The layout of one layer's stacks, or why it is unknown."""
     configs = language_configs(config)
+    types = [c["model_type"] for c in configs if c.get("model_type") is not None]
+    sizes = [c["hidden_size"] for c in configs if c.get("hidden_size") is not None]
     if family is None:
-        types = [c["model_type"] for c in configs if isinstance(c.get("model_type"), str)]
-        family = next((LAYOUTS[t] for t in types if t in LAYOUTS), None)
-    hidden = next((c["hidden_size"] for c in configs if type(c.get("hidden_size")) is int), 0)
+        family = next((LAYOUTS[t] for t in types if isinstance(t, str) and t in LAYOUTS), None)
+    hidden = next((s for s in sizes if type(s) is int and s > 0), 0)
     weights = [s for s in stacks if s.parameter == "weight"]
     votes = set()
     for stack in weights:
@@ -229,16 +232,41 @@ def _choose_layout(stacks: list[Stack], config: dict[str, Any], family: StackLay
     if len(votes) > 1:
         return "its layer's stacks contradict each other: by hidden_size one is [E, N, K], another [E, K, N]"
     if not votes and weights and family is None:
-        return (
-            "config.json has no hidden_size"
-            if not hidden
-            else f"both dimensions are the hidden_size {hidden}, so that [E, N, K] and [E, K, N] cannot be told apart"
-        )
+        if hidden:
+            return (
+                f"both dimensions are the hidden_size {hidden} of config.json, so that [E, N, K] and [E, K, N] cannot"
+                f" be told apart, and {_said('model_type', types)}"
+            )
+        return _said("hidden_size", sizes)
     family_or_default = family or STRAIGHT
     transposed = votes.pop() if votes else family_or_default.transposed
     if transposed and family is None and any(s.projection == "gate_up_proj" for s in stacks):
-        return "it is transposed [E, K, N], and the order of gate and up in this model_type is not known"
-    return StackLayout(transposed=transposed, interleaved=family_or_default.interleaved)
+        return f"it is transposed [E, K, N], and the order of gate and up is not known: {_said('model_type', types)}"
+    layout = StackLayout(transposed=transposed, interleaved=family_or_default.interleaved)
+    if not _fit_each_other(weights, layout):
+        order, key = "[E, K, N]" if transposed else "[E, N, K]", "hidden_size" if hidden else "model_type"
+        return f"its layer's stacks do not fit each other as {order}, which config.json's {key} says"
+    return layout
+
+
+def _said(key: str, values: list[Any]) -> str:
+    """What config.json says under a key that does not help."""
+    if not values:
+        return f"config.json has no {key}"
+    expected = ", no whole number above 0" if key == "hidden_size" else ", of which no layout is known"
+    return f"config.json's {key} is {repr(values[0])[:80]}{expected}"
+
+
+def _fit_each_other(weights: list[Stack], layout: StackLayout) -> bool:
+    """Whether gate and up have the K that is down's N, and the reverse."""
+    hidden, inner = set(), set()
+    for stack in weights:
+        n, k = stack.shape[:0:-1] if layout.transposed else stack.shape[1:]
+        if stack.projection == "down_proj":
+            n, k = k, n
+        hidden.add(k)
+        inner.add(n // 2 if stack.projection == "gate_up_proj" else n)
+    return len(hidden) <= 1 and len(inner) <= 1
 
 
 def _check_members(stack: Stack, folder: Folder) -> str:

@@ -28,7 +28,7 @@ from workbench.formats import QuantizedTensor, get_format
 
 from ..files import Folder, Problem
 from ..header import StoredTensor
-from .base import Declaration, Dialect, Load, Located, Written, find_config_block, string_list
+from .base import Declaration, Dialect, Load, Located, config_table, find_config_block, string_list
 from .deepseek_fp8 import translate_skip_list
 from .dense import PLAIN_FORMATS, locate_plain
 from .stacks import read_plain, split_expert_stacks
@@ -65,7 +65,14 @@ class TorchAo(Dialect):
             return Declaration()
         where = "config.json quantization_config"
         types = block.get("quant_type")
-        main = types.get("default") if isinstance(types, dict) else types
+        main = types
+        if not isinstance(types, str):
+            main = config_table(block, "quant_type", where, of="settings").get("default")
+        if not isinstance(main, str | dict | None):
+            raise CheckpointError(
+                f"{where}.quant_type.default is {repr(main)[:80]}, expected a name or a table of settings",
+                fix="repair the config",
+            )
         format = _declared_format(main)
         skipped = string_list(block.get("modules_to_not_convert"), f"{where}.modules_to_not_convert")
         return Declaration(
@@ -138,12 +145,6 @@ class TorchAo(Dialect):
             zero_points=None if zero_points is None else zero_points.int().reshape(scale_shape),
             input_scale=scalars.get("input_scale"),
         )
-
-    def disassemble(self, name: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
-        raise CheckpointError("the torchao dialect is read, not written", fix="choose another dialect")
-
-    def config_files(self, config: dict[str, Any], written: Written) -> dict[str, dict[str, Any]]:
-        raise CheckpointError("the torchao dialect is read, not written", fix="choose another dialect")
 
 
 def unswizzle_scales(blocked: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

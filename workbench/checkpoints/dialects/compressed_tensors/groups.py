@@ -21,7 +21,7 @@ from workbench.formats.table import WHOLE
 from ...files import Folder
 from ...match import compile_regex
 from ...names import is_embedding
-from ..base import Declaration, find_config_block, string_list
+from ..base import Declaration, config_table, find_config_block, string_list
 
 PACKINGS = (
     "nvfp4-pack-quantized",
@@ -123,9 +123,7 @@ def read_plan(folder: Folder) -> Plan | None:
     where = "config.json quantization_config"
     packing = _read_packing(block.get("format"), f"{where}.format", default="fakequant")
     _refuse_sparsity(block, where)
-    groups = block.get("config_groups") or {}
-    if not isinstance(groups, dict):
-        raise CheckpointError(f"{where}.config_groups is no table of groups", fix="repair the config")
+    groups = config_table(block, "config_groups", where, of="groups")
     schemes: dict[str, Scheme] = {}
     conflicts = []
     for name, group in groups.items():
@@ -199,8 +197,7 @@ def _read_packing(value: Any, where: str, default: str) -> str:
 
 
 def _refuse_sparsity(block: Mapping[str, Any], where: str) -> None:
-    sparsity = block.get("sparsity_config") or {}
-    kind = sparsity.get("format", "dense") if isinstance(sparsity, dict) else sparsity
+    kind = config_table(block, "sparsity_config", where, of="settings").get("format", "dense")
     if kind != "dense":
         raise CheckpointError(
             f"{where}.sparsity_config has the format {repr(kind)[:80]}: compressed zeros are not read",

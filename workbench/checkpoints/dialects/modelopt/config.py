@@ -20,7 +20,7 @@ from typing import Any
 from workbench.errors import CheckpointError
 
 from ...files import Folder
-from ..base import Declaration, Written, find_config_block, string_list, without_config_block
+from ..base import Declaration, Written, config_table, find_config_block, string_list, without_config_block
 
 SIDE_FILE = "hf_quant_config.json"
 METHODS = {"modelopt", "modelopt_fp4", "modelopt_fp8", "modelopt_mxfp8", "modelopt_mixed", "nvfp4"}
@@ -79,7 +79,7 @@ def read_declaration(folder: Folder) -> Declaration:
         "config.json quantization_config": find_config_block(folder.config),
         SIDE_FILE: folder.read_json(SIDE_FILE),
     }
-    stated = {where: _unnest(block) for where, block in blocks.items() if block is not None}
+    stated = {where: _unnest(block, where) for where, block in blocks.items() if block is not None}
     statements = [_read_statement(block, where) for where, block in stated.items()]
     if not statements:
         return Declaration()
@@ -122,9 +122,8 @@ def write_config(config: dict[str, Any], written: Written) -> dict[str, dict[str
 # ---- Reading ---------------------------------------------------------------------------------------------------------
 
 
-def _unnest(block: Mapping[str, Any]) -> Mapping[str, Any]:
-    nested = block.get("quantization")
-    return nested if isinstance(nested, dict) else block
+def _unnest(block: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    return config_table(block, "quantization", where, of="settings") or block
 
 
 def _version(block: Mapping[str, Any]) -> str:
@@ -133,13 +132,12 @@ def _version(block: Mapping[str, Any]) -> str:
 
 
 def _read_statement(block: Mapping[str, Any], where: str) -> Declaration:
-    listed = block.get("quantized_layers") or {}
-    if not isinstance(listed, dict) or not all(isinstance(v or {}, dict) for v in listed.values()):
-        raise CheckpointError(f"{where}.quantized_layers is no table of module names", fix="repair the config")
-    algorithm = _algorithm(block.get("quant_algo") or (MIXED if listed else ""), f"{where}.quant_algo")
+    listed = config_table(block, "quantized_layers", where)
+    layers = {module: config_table(listed, module, f"{where}.quantized_layers", of="settings") for module in listed}
+    algorithm = _algorithm(block.get("quant_algo"), f"{where}.quant_algo") or (MIXED if listed else "")
     algorithms = {
-        module: _algorithm((entry or {}).get("quant_algo") or "", f"{where}.quantized_layers[{module!r}].quant_algo")
-        for module, entry in listed.items()
+        module: _algorithm(layer.get("quant_algo"), f"{where}.quantized_layers[{module!r}].quant_algo")
+        for module, layer in layers.items()
     }
     format, activations = ALGORITHMS.get(algorithm, ("", ""))
     groups = list(_groups(block, where))
@@ -162,7 +160,7 @@ def _read_statement(block: Mapping[str, Any], where: str) -> Declaration:
 
 
 def _algorithm(value: Any, where: str) -> str:
-    algorithm = str(value).upper()
+    algorithm = "" if value is None else str(value).upper()
     if algorithm and algorithm not in ALGORITHMS:
         raise CheckpointError(
             f"{where} is {value!r}, which this version does not read", fix=f"known: {', '.join(ALGORITHMS)}"
@@ -172,7 +170,8 @@ def _algorithm(value: Any, where: str) -> str:
 
 def _kv_cache(block: Mapping[str, Any], where: str) -> str:
     """`kv_cache_quant_algo`, or `kv_cache_scheme`: a word, or a table whose 8-bit float is the word FP8."""
-    value = block.get("kv_cache_quant_algo") or block.get("kv_cache_scheme") or ""
+    stated = (block.get(key) for key in ("kv_cache_quant_algo", "kv_cache_scheme"))
+    value = next((v for v in stated if v not in (None, "", {})), "")
     if isinstance(value, dict):
         kind, bits = value.get("type"), value.get("num_bits")
         return "FP8" if (kind, bits) == ("float", 8) else f"{kind} {bits}"
@@ -183,10 +182,9 @@ def _kv_cache(block: Mapping[str, Any], where: str) -> str:
 
 def _groups(block: Mapping[str, Any], where: str) -> Iterator[tuple[str, bool, tuple[str, ...]]]:
     """config_groups: name, whether its activations are quantized, the modules it names."""
-    groups = block.get("config_groups") or {}
-    if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
-        raise CheckpointError(f"{where}.config_groups is no table of groups", fix="repair the config")
-    for name, group in groups.items():
+    groups = config_table(block, "config_groups", where, of="groups")
+    for name in groups:
+        group = config_table(groups, name, f"{where}.config_groups", of="settings")
         targets = string_list(group.get("targets"), f"{where}.config_groups.{name}.targets")
         yield name, group.get("input_activations") is not None, targets
 

@@ -67,9 +67,7 @@ class Quark(Dialect):
             format="" if varies else default,
             excludes=string_list(block.get("exclude"), f"{WHERE}.exclude"),
             modules={**layers, "*": default} if varies else {},
-            weight_only=frozenset(
-                p for p, c in specs.layers.items() if varies and not (isinstance(c, dict) and c.get("input_tensors"))
-            ),
+            weight_only=frozenset(p for p, c in specs.layers.items() if varies and not c.get("input_tensors")),
             activations=_activations(specs.default),
             kv_cache=_kv_cache(block),
         )
@@ -145,9 +143,8 @@ def _exceptions(formats: Mapping[str, str], default: str) -> dict[str, str]:
     return exceptions
 
 
-def _activations(layer: Any) -> str:
-    spec = layer.get("input_tensors") if isinstance(layer, dict) else None
-    return spec_format(spec)
+def _activations(layer: Mapping[str, Any]) -> str:
+    return spec_format(layer.get("input_tensors"))
 
 
 def _kv_cache(block: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 from workbench.errors import CheckpointError
 
 from ...match import is_plain_name, matches
+from ..base import config_table
 
 WHERE = "config.json quantization_config"
 READ_SPECS = (
@@ -58,14 +59,13 @@ class Specs:
 
     def __init__(self, block: Mapping[str, Any]) -> None:
         self.layers = {
-            **_table(block, "kv_cache_quant_config", weights_only=True),
-            **_table(block, "layer_quant_config"),
+            **{p: c for p, c in _layers(block, "kv_cache_quant_config").items() if c.get("weight") is not None},
+            **_layers(block, "layer_quant_config"),
         }
-        by_type = _table(block, "layer_type_quant_config")
-        self.default = by_type.get("Linear", block.get("global_quant_config"))
+        by_type = _layers(block, "layer_type_quant_config")
+        self.default = by_type.get("Linear", config_table(block, "global_quant_config", WHERE, of="settings"))
         self.default_where = f"{WHERE}.{'layer_type_quant_config' if 'Linear' in by_type else 'global_quant_config'}"
-        export = block.get("export")
-        method = export.get("pack_method") if isinstance(export, dict) else None
+        method = config_table(block, "export", WHERE, of="settings").get("pack_method")
         self.pack_method = method or block.get("pack_method") or "reorder"
 
     def weight(self, module: str) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class Specs:
         if layer is None:
             covering = (c for p, c in self.layers.items() if not is_plain_name(p) and matches(module, p))
             layer = next(covering, self.default)
-        spec = layer.get("weight") if isinstance(layer, dict) else None
+        spec = layer.get("weight")
         stages = [s for s in (spec if isinstance(spec, list) else [spec]) if isinstance(s, dict)]
         return next((s for s in reversed(stages) if not s.get("is_scale_quant")), stages[0] if stages else {})
 
@@ -85,12 +85,12 @@ class Specs:
         return weight_format(self.default, self.default_where), layers
 
 
-def weight_format(layer: Any, where: str) -> str:
+def weight_format(layer: Mapping[str, Any], where: str) -> str:
     """The canonical format of a layer config's weight, "" when it leaves the weight alone.
 
     Raises CheckpointError for a spec that is not read.
     """
-    spec = layer.get("weight") if isinstance(layer, dict) else None
+    spec = layer.get("weight")
     if spec is None:
         return ""
     found = spec_format(spec)
@@ -237,11 +237,10 @@ WRITTEN: dict[str, Any] = {
 }
 
 
-def _table(block: Mapping[str, Any], key: str, *, weights_only: bool = False) -> dict[str, Any]:
-    table = block.get(key) or {}
-    if not isinstance(table, dict):
-        raise CheckpointError(f"{WHERE}.{key} is no table of module names", fix="repair the config")
-    return {p: c for p, c in table.items() if not weights_only or (isinstance(c, dict) and c.get("weight") is not None)}
+def _layers(block: Mapping[str, Any], key: str) -> dict[str, dict[str, Any]]:
+    """A table of layer configs; null is an empty one."""
+    table = config_table(block, key, WHERE)
+    return {pattern: config_table(table, pattern, f"{WHERE}.{key}", of="settings") for pattern in table}
 
 
 def _describe(spec: Any) -> str:
