@@ -65,57 +65,46 @@ def make_deepseek(path: Path) -> Path:
     return _save(model, path)
 
 
+_QWEN = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.06,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "dtype": "bfloat16",
+}
+
+
 def make_qwen(path: Path) -> Path:
     """2 layers, 8 experts top 2, 4 query heads on 2 key-value heads; BF16."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
+        **_QWEN,
         moe_intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
         num_experts=8,
         num_experts_per_tok=2,
         norm_topk_prob=True,
         decoder_sparse_step=1,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        initializer_range=0.06,
-        eos_token_id=0,
-        pad_token_id=0,
-        bos_token_id=None,
-        dtype="bfloat16",
     )
     torch.manual_seed(0)
     return _save(Qwen3MoeForCausalLM(config), path)
 
 
 def make_dense(path: Path) -> Path:
-    """2 layers without experts, 4 query heads on 2 key-value heads; BF16."""
+    """The same without experts."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        initializer_range=0.06,
-        eos_token_id=0,
-        pad_token_id=0,
-        bos_token_id=None,
-        dtype="bfloat16",
-    )
     torch.manual_seed(2)
-    return _save(Qwen3ForCausalLM(config), path)
+    return _save(Qwen3ForCausalLM(Qwen3Config(**_QWEN)), path)
 
 
 def make_prompts(count: int = 6) -> list[list[int]]:
