@@ -1,0 +1,187 @@
+"""What is measured of a checkpoint, its weights, its products and its server."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+# ---- lint ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LintFinding:
+    """One fault of a checkpoint, and all that it is found in. check: the check's id.
+
+    severity: "error" makes a run invalid; "warning" and "info" are shown; "allowed": an error that was let pass.
+    message: about the first of them, with the number. tensor, file: the first's name and place. count: how many tensors
+    (or modules, groups, patterns) have the fault; tensors: the names of all of them, where they have names.
+    """
+
+    check: str
+    severity: str
+    message: str
+    tensor: str = ""
+    file: str = ""
+    fix: str = ""
+    count: int = 1
+    tensors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LintReport:
+    """All findings on one checkpoint. checks: every check id that ran, also the clean ones.
+
+    scale_bytes: stored size of all block scales; scale_bytes_read: of those that were looked at. A fault in a single
+    block scale can hide in the difference. value_bytes, value_bytes_read: the same of what can hold NaN, plain weights
+    and FP8 codes (0 in reports of before they were counted).
+    """
+
+    checkpoint: str
+    dialect: str
+    checks: tuple[str, ...]
+    findings: tuple[LintFinding, ...]
+    quantized_tensors: int
+    tensors: int
+    seconds: float
+    scale_bytes: int = 0
+    scale_bytes_read: int = 0
+    value_bytes: int = 0
+    value_bytes_read: int = 0
+
+    @property
+    def errors(self) -> tuple[LintFinding, ...]:
+        return tuple(f for f in self.findings if f.severity == "error")
+
+
+# ---- analysis --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorRecord:
+    """One row of tensors.parquet: what two quantizations did to one weight matrix.
+
+    w = source, a = first(w), b = second(a); e1 = a - w, e2 = b - a, e = b - w; direct = second(w).
+    name: the source checkpoint's tensor name, with `.weight`. layer, expert: indices, -1 where none.
+    projection: last module name (gate_proj, up_proj, down_proj, q_proj, ...; shared experts have shared=True).
+    source_arm, first_arm, second_arm: arm names ("" where the arm does not exist). second_rule: its scale rule.
+    first_global_scale: float32 decode multiplier really used (NaN where the first format has none).
+    sqnr_*_db = 10 log10(power(w) / power(error)); inf where the error is exactly zero. sqnr_second_db relates e2 to a.
+    sqnr_total_db is the SQNR of b; *_predicted_quadrature: 10 log10(P(w) / (P(e1) + P(e2)));
+    *_predicted_linear: additionally with the measured cross term 2 <e1, e2> (equals sqnr_total_db up to rounding).
+    corr_*: Pearson correlation (NaN where one side is constant). gain_total: <w, b> / <w, w>.
+    e2_mean_over_std: mean(e2) / std(e2). Intervals: 95 % block bootstrap over the matrix's scale blocks.
+    """
+
+    name: str
+    layer: int
+    expert: int
+    projection: str
+    shared_expert: bool
+    rows: int
+    columns: int
+    source_arm: str
+    first_arm: str
+    second_arm: str
+    source_format: str
+    first_format: str
+    second_format: str
+    second_rule: str
+    first_global_scale: float
+    power_source: float
+    power_e1: float
+    power_e2: float
+    power_total: float
+    power_direct: float
+    sqnr_first_db: float
+    sqnr_first_db_low: float
+    sqnr_first_db_high: float
+    sqnr_second_db: float
+    sqnr_total_db: float
+    sqnr_total_db_low: float
+    sqnr_total_db_high: float
+    sqnr_direct_db: float
+    sqnr_direct_db_low: float
+    sqnr_direct_db_high: float
+    sqnr_total_predicted_quadrature_db: float
+    sqnr_total_predicted_linear_db: float
+    corr_e1_e2: float
+    corr_e1_e2_low: float
+    corr_e1_e2_high: float
+    corr_e2_a: float
+    corr_e1_w: float
+    gain_total: float
+    e2_mean: float
+    e2_std: float
+    e2_mean_over_std: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GemmRecord:
+    """One row of gemm.parquet: output noise of y = x W^T at one layer under one arm's numerics.
+
+    kind: "weight" (quantized weights, exact activations), "activation" (exact weights, rounded activations), "both".
+    arm: whose weights and activation rounding. tokens: activation rows used (an expert sees only its own tokens).
+    tokens_seen: rows that reached the layer before the reservoir was cut. sqnr_db: 10 log10(|y|^2 / |y_hat - y|^2);
+    interval: 95 % bootstrap over tokens (NaN, NaN with fewer than 8 tokens). weight_sqnr_db: the weights' own SQNR;
+    coherence_gain_db = sqnr_db - weight_sqnr_db (kind "weight" only, else NaN). output_power: mean |y|^2 of a token.
+    activations: "captured" or "gaussian".
+    """
+
+    name: str
+    layer: int
+    expert: int
+    projection: str
+    shared_expert: bool
+    arm: str
+    weight_format: str
+    activation_format: str
+    kind: str
+    activations: str
+    tokens: int
+    tokens_seen: int
+    sqnr_db: float
+    sqnr_db_low: float
+    sqnr_db_high: float
+    weight_sqnr_db: float
+    coherence_gain_db: float
+    output_power: float = math.nan
+
+
+# ---- serving ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerRecord:
+    """What one arm's endpoint was and cost; server/<arm>.json.
+
+    activation_scale: "none", "static" (checkpoint's input_scale, per expert), "dynamic_per_token",
+    "dynamic_per_block" (mxfp4) or "mixed"; layers says it per layer: {module name: {"weight": …, "activation": …,
+    "activation_scale": …, "weight_bytes": …}}. ready_s: start to first healthy answer; load_s: weights only, as the
+    engine measured (NaN when unknown). memory: bytes; NaN/None for an external endpoint (not ours to measure).
+    args, env: what `engine.args` and `engine.env` passed, verbatim. command: the full command line.
+    fingerprint: sha256 over the checkpoint's headers and config, first 16 hex digits.
+    """
+
+    arm: str
+    engine: str
+    base_url: str
+    model: str
+    checkpoint: str
+    backend: str
+    weight_format: str
+    activation_format: str
+    activation_scale: str
+    kv_cache_dtype: str
+    dtype: str
+    command: tuple[str, ...] = ()
+    args: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+    engine_version: str = ""
+    fingerprint: str = ""
+    ready_s: float = math.nan
+    load_s: float = math.nan
+    peak_rss_bytes: int | None = None
+    weight_bytes: int | None = None
+    layers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    log: str = ""

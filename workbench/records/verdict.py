@@ -1,0 +1,208 @@
+"""What is concluded: comparisons of two arms, the gate's checks and verdict, and what a run was."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+# ---- comparison ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flip:
+    """One item whose correctness differs. direction: "lost" (baseline right, candidate wrong) or "gained"."""
+
+    task: str
+    filter: str
+    doc_id: int
+    direction: str
+    question: str
+    target: str
+    baseline_answer: str
+    candidate_answer: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stratum:
+    """One subtask of a group, such as a subject of MMLU-Pro: counts of items, and of those lost and gained.
+
+    loss_pp = 100 (lost - gained) / n with its two-sided 95 % interval; p_loss_holm: exact one-sided McNemar, adjusted
+    by Holm over the group's subtasks.
+    """
+
+    name: str
+    n: int
+    lost: int
+    gained: int
+    loss_pp: float
+    loss_low_pp: float
+    loss_high_pp: float
+    p_loss_holm: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskComparison:
+    """Paired comparison of a candidate arm with the baseline on one (task, filter).
+
+    both, lost, gained, neither: the 2x2 table (lost = baseline right, candidate wrong). loss_pp = 100 (baseline -
+    candidate), positive = worse; loss_low_pp, loss_high_pp: two-sided 95 % interval; loss_upper95_pp: one-sided 95 %
+    upper bound; p_loss: exact one-sided McNemar (H1: candidate worse); p_two_sided: exact McNemar.
+    recovery_percent = 100 candidate / baseline (NaN when the baseline is 0), with a 95 % interval.
+    mde_pp: smallest loss this n would detect (80 % power, one-sided 5 %) at the observed discordance (floor: 1 item).
+    bootstrap_low_pp, bootstrap_high_pp: paired percentile bootstrap, 95 %, a cross-check of the interval.
+    p_above_noise: exact one-sided McNemar of "flips no more items than the A/A arm" (NaN: no such arm).
+
+    clusters: distinct problems, where each was asked several times (avg@k); then n counts answers, and loss, recovery,
+    their intervals, p_* and mde_pp are of problems (0: every item is its own).
+
+    A group (MMLU-Pro) is one row of all its items, and `strata` holds its subtasks. macro_loss_pp, with its 95 %
+    interval: mean of their losses; p_strata_differ: do flips split into lost and gained alike in all of them?
+    """
+
+    task: str
+    filter: str
+    metric: str
+    baseline: str
+    candidate: str
+    n: int
+    both: int
+    lost: int
+    gained: int
+    neither: int
+    baseline_value: float
+    candidate_value: float
+    loss_pp: float
+    loss_low_pp: float
+    loss_high_pp: float
+    loss_upper95_pp: float
+    p_loss: float
+    p_two_sided: float
+    recovery_percent: float
+    recovery_low_percent: float
+    recovery_high_percent: float
+    discordance: float
+    mde_pp: float
+    primary: bool
+    flips: tuple[Flip, ...] = ()
+    bootstrap_low_pp: float = math.nan
+    bootstrap_high_pp: float = math.nan
+    p_above_noise: float = math.nan
+    clusters: int = 0
+    strata: tuple[Stratum, ...] = ()
+    macro_loss_pp: float = math.nan
+    macro_low_pp: float = math.nan
+    macro_high_pp: float = math.nan
+    p_strata_differ: float = math.nan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradedComparison:
+    """Paired comparison of graded scores (F1, a judge's mark) on one (task, filter, metric), in the score's own unit.
+
+    loss = mean(baseline - candidate) over items, positive = worse. low, high: two-sided, upper95: one-sided 95 %, of
+    the bootstrap over items; p_loss, p_two_sided: permutation of the differences' signs. Shown, not gated: a margin in
+    percentage points does not speak of them.
+    """
+
+    task: str
+    filter: str
+    metric: str
+    baseline: str
+    candidate: str
+    n: int
+    baseline_value: float
+    candidate_value: float
+    loss: float
+    low: float
+    high: float
+    upper95: float
+    p_loss: float
+    p_two_sided: float
+    worse: int
+    better: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """comparison.json: every candidate against the baseline.
+
+    noise_floor: the A/A arm's discordance, a proportion, per "task|filter". notes: what a reader should know of the
+    files (another harness version, metrics that could not be paired).
+    """
+
+    baseline: str
+    noise_arm: str
+    tasks: tuple[TaskComparison, ...]
+    noise_floor: dict[str, float] = field(default_factory=dict)
+    graded: tuple[GradedComparison, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+# ---- gate ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GateCheck:
+    """One judged line. status: "pass", "fail", "inconclusive", "invalid" or "reported" (shown, not gated).
+
+    tier: "critical", or "supporting": such a check can fail a run, but does not hold back a pass while inconclusive.
+    """
+
+    name: str
+    arm: str
+    status: str
+    reason: str
+    value: float = math.nan
+    limit: float = math.nan
+    unit: str = ""
+    tier: str = "critical"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorEquality:
+    """Are the tensors that an arm leaves unquantized the source's, byte for byte?
+
+    compared: tensors whose bytes were compared; differing, missing: names (of the source's) that differ, or that the
+    arm lacks.
+    """
+
+    arm: str
+    compared: int
+    differing: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """verdict.json. status: "pass" 0, "regression" 1, "inconclusive" 2, "invalid" 2, "failed" 3 (could not run)."""
+
+    status: str
+    exit_code: int
+    headline: str
+    policy: str
+    policy_note: str
+    checks: tuple[GateCheck, ...]
+
+
+# ---- the run ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """What was run, on what: manifest.json."""
+
+    experiment: str
+    started: str
+    code_version: str
+    code_commit: str
+    command: tuple[str, ...]
+    python: str
+    platform: str
+    cpu: str
+    cpu_count: int
+    memory_bytes: int
+    gpus: tuple[str, ...]
+    packages: dict[str, str]
+    checkpoints: dict[str, dict[str, str]]
+    seeds: dict[str, int]
+    stage_seconds: dict[str, float] = field(default_factory=dict)
