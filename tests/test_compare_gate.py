@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
+import os
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from workbench import cli, records
 from workbench.checkpoints.convert import quantize_checkpoint
 from workbench.checkpoints.equality import compare_bytes
+from workbench.comparison import digest
 
 sys.path[:0] = [str(Path(__file__).parent / room) for room in ("comparison", "checkpoints", "reporting")]
 
@@ -75,6 +82,74 @@ def test_what_does_not_go_together_is_refused(
     assert "fix: " in printed
 
 
+def damage(folder: str, task: str, change: Callable[[int, dict[str, Any]], None]) -> Path:
+    (path,) = Path(folder).glob(f"samples_{task}_*.jsonl")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for number, row in enumerate(rows):
+        change(number, row)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def set_score(value: Any, first: int | None = None) -> Callable[[int, dict[str, Any]], None]:
+    def change(number: int, row: dict[str, Any]) -> None:
+        row["exact_match"] = value if number == 0 or first is None else row["exact_match"]
+
+    return change
+
+
+@pytest.mark.parametrize("value", [math.nan, None, "x", [1], math.inf, 10**400], ids=lambda v: str(v)[:5])
+def test_one_damaged_score_is_named_with_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: Any
+) -> None:
+    a, b = two_folders(tmp_path, 1200, 3, 4, 112)
+    path = damage(b, "gsm8k", set_score(value, first=0))
+    assert cli.main(["compare", a, b]) == 3
+    printed = capsys.readouterr().err
+    assert f"{path}, line 1: exact_match is" in printed
+    assert "fix: " in printed
+
+
+@pytest.mark.parametrize("value", [math.nan, "x", 0.5, -1, 1e308], ids=str)
+def test_a_task_that_is_no_longer_right_or_wrong_is_no_pass(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: Any
+) -> None:
+    a, b = two_folders(tmp_path, 1200, 3, 4, 112)
+    for name in "ab":
+        write_task(tmp_path / name, "other", [True] * 700)  # a task that alone would pass
+    damage(b, "gsm8k", set_score(value))
+    assert cli.main(["compare", a, b]) == 2
+    assert "INVALID" in capsys.readouterr().out
+
+
+def test_a_task_that_the_candidate_lacks_is_no_pass_unless_the_policy_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = two_folders(tmp_path, 1200, 3, 4, 112)
+    write_task(tmp_path / "a", "other", [True] * 700)
+    assert cli.main(["compare", a, b]) == 2
+    assert "was not compared" in capsys.readouterr().out
+    (tmp_path / "p.yaml").write_text("name: p\nmargin_pp: 1.0\ntiers: {default: critical, other: advisory}\n")
+    assert cli.main(["compare", a, b, "--policy", str(tmp_path / "p.yaml")]) == 0
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"[" * 99_999, b'{"filter": ["a"], "doc_id": 0}', None, b""])
+def test_a_sample_file_that_is_none_is_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None
+) -> None:
+    a, b = two_folders(tmp_path, 10, 0, 0, 0)
+    path = damage(b, "gsm8k", lambda number, row: None)
+    path.unlink()
+    if content is None:
+        os.mkfifo(path)
+    else:
+        path.write_bytes(content)
+    assert cli.main(["compare", a, b]) == 3
+    printed = capsys.readouterr().err
+    assert "traceback" not in printed.lower()
+    assert "fix: " in printed
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gate") / "run"
@@ -90,6 +165,51 @@ def test_a_history_grows_by_a_line_a_verdict(run: Path, tmp_path: Path) -> None:
     assert records.read_json(records.Verdict, tmp_path / "v.json") == records.read_json(
         records.Verdict, run / "verdict.json"
     )
+
+
+@pytest.mark.parametrize("content", [b'{"when": "x", "ru', b"\xff", b"[" * 99_999])
+def test_what_is_no_history_is_left_as_it_is(run: Path, tmp_path: Path, content: bytes) -> None:
+    history = tmp_path / "h.jsonl"
+    history.write_bytes(content)
+    assert cli.main(["gate", str(run), "--gated", "nvfp4", "--history", str(history)]) == 3
+    assert history.read_bytes() == content
+
+
+def test_an_arm_whose_lint_is_missing_is_invalid(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    (copy / "lint" / "nvfp4.json").unlink()
+    assert cli.main(["gate", str(copy), "--gated", "nvfp4"]) == 2
+    checks = records.read_json(records.Verdict, copy / "verdict.json").checks
+    assert [c.status for c in checks if c.name == "lint" and c.arm == "nvfp4"] == ["invalid"]
+
+
+def test_a_comparison_of_other_answers_is_refused(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    comparison = records.read_json(records.Comparison, copy / "comparison.json")
+    (copy / "eval" / "x.jsonl").write_text("answers\n")
+    for known, code in ((digest(copy / "eval" / "x.jsonl"), None), ("0" * 64, 3)):
+        changed = dataclasses.replace(comparison, sources={"eval/x.jsonl": known})
+        records.write_json(copy / "comparison.json", changed)
+        found = cli.main(["gate", str(copy), "--gated", "nvfp4"])
+        assert (found == 3) == (code == 3)
+    assert "compares other answers than eval/x.jsonl holds now" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("limit", ["weights: {min_sqnr_db: N}", "weights: {max_below_median_db: N}",
+                                   "evidence: {min_items: N}"])  # fmt: skip
+@pytest.mark.parametrize("number", [".inf", "1" + "0" * 400])
+def test_a_limit_is_a_number_one_can_reach(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], limit: str, number: str
+) -> None:
+    (tmp_path / "p.yaml").write_text(f"name: p\nmargin_pp: 1\n{limit.replace('N', number)}\n")
+    assert cli.main(["gate", str(run), "--gated", "nvfp4", "--policy", str(tmp_path / "p.yaml")]) == 3
+    printed = capsys.readouterr().err
+    assert "traceback" not in printed.lower()
+    assert "fix: a" in printed
 
 
 @pytest.mark.parametrize(

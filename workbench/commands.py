@@ -167,6 +167,9 @@ def analyze(arguments: argparse.Namespace) -> int:
     from workbench.settings import FormatSettings, PairSettings
 
     _check_folder("--out", arguments.out)
+    for checkpoint in (arguments.source, arguments.first):
+        if arguments.out.resolve().is_relative_to(checkpoint.resolve()):
+            raise ConfigError(f"--out {arguments.out} lies within the checkpoint {checkpoint}", fix="write elsewhere")
     _check_input("--activations", arguments.activations)
     target = arguments.second in TARGETS
     if arguments.rule and not target:

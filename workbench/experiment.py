@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from workbench import records, runfolder
 from workbench.arms import Arms, check_arms, is_given
 from workbench.composition import resolved_yaml
-from workbench.errors import ConfigError
+from workbench.errors import ConfigError, OutputError
 from workbench.progress import Progress
 from workbench.settings import STAGES, ArmSettings, Settings, read_settings
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from workbench.evaluation.spec import TaskSpec
-    from workbench.records import Evaluation, LintReport, Verdict
+    from workbench.records import Comparison, Evaluation, LintReport, Verdict
     from workbench.reporting.load import RunFiles
 
 
@@ -70,6 +70,8 @@ def judge(run: Path, policy: dict[str, Any], since: Path | None = None) -> Verdi
             f"the policy {policy.get('name', '')} gates no arm, so there is nothing to judge",
             fix=f"name the arms that the verdict is about: --gated ARM, or gated: [ARM] in the policy{has}",
         )
+    if files.comparison is not None:
+        _check_sources(run, files.comparison)
     rules = read_policy(policy)
     _check_named(f"{run} has", [*rules.gated, *rules.reported], known)
     verdict = gate(
@@ -85,6 +87,18 @@ def judge(run: Path, policy: dict[str, Any], since: Path | None = None) -> Verdi
     records.write_json(run / "verdict.json", verdict)
     records.write_text(run / "junit.xml", to_junit(verdict))
     return verdict
+
+
+def _check_sources(run: Path, comparison: Comparison) -> None:
+    """Refuse a comparison of other answers than those that lie here."""
+    from workbench.comparison import digest
+
+    for name, known in comparison.sources.items():
+        if digest(run / name) != known:
+            raise OutputError(
+                f"{run / 'comparison.json'} compares other answers than {name} holds now",
+                fix=f"compare again: workbench compare {run} --baseline {comparison.baseline}",
+            )
 
 
 def _arms_of(files: RunFiles) -> list[str]:

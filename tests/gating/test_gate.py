@@ -150,13 +150,15 @@ def test_lint_errors_make_a_run_invalid_unless_allowed() -> None:
         assert "nan_scale" in verdict.headline
         assert "a.b.weight_scale" in verdict.headline
     allowed = {**POLICY, "lint": {"allow": ["nan_scale"]}}
-    verdict = gate(allowed, comparison=_good(), lint={"nvfp4": _lint(nan)})
+    verdict = gate(allowed, comparison=_good(), lint={"nvfp4": _lint(nan), "requant": _lint()})
     assert verdict.status == "pass"
     assert "1 more allowed" in verdict.checks[0].reason
     warning = dataclasses.replace(nan, severity="warning")
-    assert gate(POLICY, comparison=_good(), lint={"nvfp4": _lint(warning)}).status == "pass"
-    assert gate(POLICY, comparison=_good(), lint={"direct": _lint(nan)}).status == "pass"
-    assert gate(POLICY, comparison=_good(), lint={"source": _lint(nan)}).status == "invalid"
+    both = {"nvfp4": _lint(warning), "requant": _lint()}
+    assert gate(POLICY, comparison=_good(), lint=both).status == "pass"
+    assert gate(POLICY, comparison=_good(), lint={**both, "direct": _lint(nan)}).status == "pass"
+    assert gate(POLICY, comparison=_good(), lint={**both, "source": _lint(nan)}).status == "invalid"
+    assert gate(POLICY, comparison=_good(), lint={"nvfp4": _lint()}).status == "invalid"  # requant's is missing
 
 
 @pytest.mark.parametrize("broken", [0.0, -3.2, math.nan, None])

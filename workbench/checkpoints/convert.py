@@ -401,6 +401,9 @@ def _outcome_warnings(outcomes: Sequence[Outcome]) -> Iterator[str]:
     faults = [o.fault for o in outcomes if o.fault]
     if faults:
         yield f"{len(faults)} broken tensors were written as they are (first: {faults[0]})"
+    dead = [o for o in outcomes if o.action == "quantize" and 0 < o.power <= o.error]
+    if dead:
+        yield f"nothing is left of {len(dead)} tensors: their error is as large as they are (first: {dead[0].name})"
     cast = [o for o in outcomes if o.cast]
     if cast:
         yield f"{len(cast)} tensors were carried from mxfp4 to nvfp4 by their codes, without rounding"

@@ -3,6 +3,7 @@
 from .baseline import Baseline, compare_with_baseline, make_baseline, read_baseline, write_baseline
 from .folders import compare_folders, read_folder
 from .pair import compare_arms
+from .samples import digest
 from .summary import comparison_json, comparison_text
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "compare_with_baseline",
     "comparison_json",
     "comparison_text",
+    "digest",
     "make_baseline",
     "read_baseline",
     "read_folder",

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.comparison.pair import EvaluatedArm
-from workbench.comparison.samples import read_rows, task_of
+from workbench.comparison.samples import finite_number, read_rows, task_of
 from workbench.errors import ComparisonError
 from workbench.records import Evaluation, TaskScore
 from workbench.statistics import wilson_interval
@@ -138,8 +138,10 @@ def _results(folder: Path) -> list[dict[str, Any]]:
     found = []
     for path in sorted(folder.glob("results_*.json"), key=_time):
         try:
+            if not path.is_file():
+                raise ValueError("no regular file")
             content = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ComparisonError(
                 f"{path} is not JSON: {error}", fix="delete it: only the sample files are needed"
             ) from error
@@ -165,12 +167,20 @@ def _read_leaf(path: Path, merged: dict[str, Any]) -> _Leaf:
         metric for metric, higher in _mapping(merged, "higher_is_better", task_of(path)).items() if higher is False
     }
     values: dict[tuple[str, str], list[float]] = {}
-    for _, row in read_rows(path):
+    unusable: dict[tuple[str, str], tuple[int, Any]] = {}  # the first line of each that holds no number
+    for line, row in read_rows(path):
         for metric in _metrics(row):
-            value = row[metric]
-            usable = isinstance(value, (bool, int, float)) and math.isfinite(value)
-            values.setdefault((row["filter"], metric), []).append(float(value) if usable else math.nan)
+            value = finite_number(row[metric])
+            values.setdefault((row["filter"], metric), []).append(math.nan if value is None else value)
+            if value is None:
+                unusable.setdefault((row["filter"], metric), (line, row[metric]))
     for key, column in values.items():
+        if key in unusable and not all(map(math.isnan, column)):  # a metric of numbers, some of which are damaged
+            line, found = unusable[key]
+            raise ComparisonError(
+                f"{path}, line {line}: {key[1]} is {str(found)[:40]}, where other documents have numbers",
+                fix="evaluate this arm again",
+            )
         if any(map(math.isnan, column)) or key[1] in better_low:
             why = "lower is better" if key[1] in better_low else "not one number for each document"
             leaf.unusable.append(f"{task_of(path)}: {key[1]} is not compared ({why})")

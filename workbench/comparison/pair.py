@@ -11,11 +11,11 @@ reported also when it is zero.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from workbench.comparison.figures import compare_graded, compare_items
-from workbench.comparison.samples import Item, Key, read_evaluation, read_items
+from workbench.comparison.samples import Item, Key, digest, read_evaluation, read_items
 from workbench.errors import ComparisonError
 from workbench.records import Comparison, Evaluation, GradedComparison, TaskComparison, TaskScore
 
@@ -63,7 +63,14 @@ def compare_arms(run_dir: Path, *, baseline: str, candidates: list[str], noise_a
     reference, *others = (
         EvaluatedArm(evaluation=read_evaluation(run_dir, arm), root=run_dir) for arm in (baseline, *arms)
     )
-    return compare_evaluated(reference, others, noise_arm=noise_arm)
+    comparison = compare_evaluated(reference, others, noise_arm=noise_arm)
+    return replace(comparison, sources=sample_digests(run_dir, [reference, *others]))
+
+
+def sample_digests(run_dir: Path, arms: list[EvaluatedArm]) -> dict[str, str]:
+    """sha256 of the arms' sample files, by their paths in the run: `Comparison.sources`."""
+    names = {name for arm in arms for score in arm.evaluation.scores for name in score.samples.split(";")}
+    return {name: digest(run_dir / name) for name in sorted(names)}
 
 
 def compare_evaluated(reference: EvaluatedArm, others: list[EvaluatedArm], noise_arm: str = "") -> Comparison:
@@ -113,7 +120,18 @@ def compare_evaluated(reference: EvaluatedArm, others: list[EvaluatedArm], noise
         noise_floor=noise,
         graded=tuple(found.graded),
         notes=tuple(dict.fromkeys(notes)),
+        unpaired={other.name: missing for other in others if (missing := _unpaired(reference, other))},
     )
+
+
+def _unpaired(reference: EvaluatedArm, other: EvaluatedArm) -> tuple[str, ...]:
+    """Judged tasks of the reference that the other lacks, or does not score as right or wrong; and the reverse, of
+    tasks that both have. A task that only the other has says nothing about the reference's."""
+    here, there = reference.evaluation.scores, other.evaluation.scores
+    missing = [score.task for score in here if score.primary and _find(there, score) is None]
+    tasks = {score.task for score in (*here, *reference.graded)}
+    missing += [s.task for s in there if s.primary and s.task in tasks and _find(here, s) is None]
+    return tuple(dict.fromkeys(missing))
 
 
 def _check_same_lines(reference: EvaluatedArm, other: EvaluatedArm) -> list[str]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from workbench.errors import ComparisonError
 from workbench.records import Evaluation, TaskScore, read_json
 
+_AGAIN = "evaluate this arm again, or judge another metric of the task"
 Key = tuple[str, int]
 """(lm-eval task, doc_id): a group's tasks each count their documents from 0."""
 
@@ -55,6 +55,17 @@ def read_evaluation(run_dir: Path, arm: str) -> Evaluation:
         raise ComparisonError(f"{path} is not an evaluation: {error}", fix="evaluate this arm again") from error
 
 
+def digest(path: Path) -> str:
+    """sha256 of a file. Raises ComparisonError where it is missing."""
+    try:
+        with path.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise ComparisonError(
+            f"{path} cannot be read: {error.strerror or error}", fix="evaluate this arm again"
+        ) from error
+
+
 def read_items(root: Path, score: TaskScore, *, graded: bool = False) -> dict[Key, Item]:
     """All documents of one (arm, task, filter). root: what `score.samples` is relative to; graded: any finite score is
     taken, not only 0 and 1. Raises ComparisonError naming file, line or document.
@@ -73,7 +84,10 @@ def read_items(root: Path, score: TaskScore, *, graded: bool = False) -> dict[Ke
                 continue
             key = (leaf, int(row["doc_id"]))
             if key in items:
-                raise ComparisonError(f"{path}, line {number}: document {key[1]} of {leaf} appears twice")
+                raise ComparisonError(
+                    f"{path}, line {number}: document {key[1]} of {leaf} appears twice",
+                    fix="evaluate this arm again, into an empty folder",
+                )
             items[key] = _item(row, score.metric, graded, f"{path}, line {number}")
     if len(items) != score.n:
         raise ComparisonError(
@@ -86,15 +100,19 @@ def read_items(root: Path, score: TaskScore, *, graded: bool = False) -> dict[Ke
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number, row) of a samples_*.jsonl; every row has `filter`. Raises ComparisonError naming file and line."""
-    with path.open(encoding="utf-8") as lines:
+    if not path.is_file():
+        raise ComparisonError(f"{path} is no regular file", fix="evaluate this arm again")
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                row = json.loads(line)
+                row = json.loads(line.decode())
                 if not isinstance(row, dict) or not isinstance(row.get("doc_id"), int) or "resps" not in row:
                     raise ValueError("not a row of lm-eval's sample files")
                 if "prompt_hash" not in row and not row.get("arguments"):
                     raise ValueError("neither prompt_hash nor arguments: equal prompts cannot be checked")
-            except (ValueError, TypeError) as error:
+                if not isinstance(row.get("filter", ""), str):
+                    raise ValueError(f"filter is {row['filter']!r}, expected a name")
+            except (ValueError, TypeError, RecursionError) as error:
                 raise ComparisonError(f"{path}, line {number}: {error}", fix="evaluate this arm again") from error
             yield number, {"filter": "none", **row}
 
@@ -104,17 +122,32 @@ def task_of(path: Path) -> str:
     return path.stem.removeprefix("samples_").rpartition("_")[0]
 
 
+def finite_number(value: Any) -> float | None:
+    """A score as a float; None for what is no number below 1e100."""
+    if not isinstance(value, (bool, int, float)):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number beyond float64
+        return None
+    return number if abs(number) < 1e100 else None
+
+
 def _item(row: dict[str, Any], metric: str, graded: bool, where: str) -> Item:
-    value: Any = row.get(metric)
-    if graded and not (isinstance(value, (int, float)) and math.isfinite(value)):
-        raise ComparisonError(f"{where}: {metric} is {value!r}, expected a finite score")
-    if not graded and value not in (0, 1):
-        raise ComparisonError(f"{where}: {metric} is {value!r}, a paired comparison needs right (1) or wrong (0)")
+    value = finite_number(row.get(metric))
+    found = str(row.get(metric))[:40]
+    if graded and value is None:
+        raise ComparisonError(f"{where}: {metric} is {found}, expected a finite score", fix=_AGAIN)
+    if not graded and value not in (0.0, 1.0):
+        raise ComparisonError(
+            f"{where}: {metric} is {found}, a paired comparison needs right (1) or wrong (0)", fix=_AGAIN
+        )
+    assert value is not None
     document = row["doc"] if isinstance(row.get("doc"), dict) else {}
     prompt, settings = _request(row.get("arguments"))
     repeated = "repeat" in document and isinstance(document.get("problem"), int)
     return Item(
-        value=float(value),
+        value=value,
         prompt=str(row.get("prompt_hash") or _hash(prompt)),
         document=str(row.get("doc_hash") or (_hash_document(row["doc"]) if "doc" in row else "")),
         target_hash=str(row.get("target_hash") or (_hash(str(row["target"])) if "target" in row else "")),

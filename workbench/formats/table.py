@@ -105,7 +105,7 @@ class Format:
             if (not 1 <= b <= LARGEST_BLOCK if fixed == VARIABLE else b != fixed)
         ]
         if wrong:
-            names = {VARIABLE: "any number", WHOLE: "0 (all)"}
+            names = {VARIABLE: f"1 to {LARGEST_BLOCK}", WHOLE: "0 (all)"}
             rows, columns = (names.get(b, str(b)) for b in own)
             raise FormatError(
                 f"{self.name} has no blocks of {block[0]} x {block[1]}",

@@ -34,6 +34,8 @@ def check_lint(rules: Policy, lint: Mapping[str, LintReport]) -> list[GateCheck]
                 name="lint", arm=arm, status=status, reason=reason, value=float(len(errors)), limit=0.0, unit="errors"
             )
         )
+    unlinted = [arm for arm in rules.gated if lint and arm not in lint]
+    checks += [_invalid("lint", arm, "its checkpoint was not linted, though others were.") for arm in unlinted]
     return checks
 
 
@@ -55,6 +57,13 @@ def check_evaluations(
             )
         elif missing:
             checks.append(_invalid("evaluation", arm, f"the arm has no result for {', '.join(missing)}."))
+        for name in comparison.unpaired.get(arm, ()):
+            if name not in missing:
+                reason = (
+                    f"{arm} lacks this task, or scores it otherwise than {comparison.baseline}: it was not compared. "
+                    f"(A policy may say that it does not count: tiers: {{{name}: advisory}}.)"
+                )
+                checks.append(_invalid(f"evaluation {name}", arm, reason, rules=rules, task=name))
         for task in judged:
             if task.n < rules.min_items:
                 reason = f"{task.n} items were scored, the policy asks for {rules.min_items}."

@@ -55,7 +55,8 @@ class HistoryEntry:
 def append_history(
     path: Path, verdict: Verdict, comparison: Comparison | None, *, run: str, when: str, code: str = ""
 ) -> None:
-    """Add one line. Raises OutputError naming the path."""
+    """Add one line. Raises OutputError naming the path; nothing is written to a file that is no history."""
+    read_history(path)
     rows = comparison.tasks if comparison is not None else ()
     names = [field.name for field in fields(HistoryFigure) if field.name != "arm"]
     entry = HistoryEntry(
@@ -86,13 +87,15 @@ def read_history(path: Path) -> list[HistoryEntry]:
     """All entries, oldest first; none where there is no file. Raises OutputError naming the line that is damaged."""
     if not path.exists():
         return []
+    if not path.is_file():
+        raise OutputError(f"could not append to {path}: no regular file", fix="give another --history file")
     entries = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
-            content = json.loads(line)
+            content = json.loads(line.decode())
             figures = tuple(HistoryFigure(**_numbers(figure)) for figure in content.pop("figures"))
             entries.append(HistoryEntry(**content, figures=figures))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise OutputError(
                 f"{path}, line {number} is no entry of a history: {error}", fix="restore it from version control"
             ) from error

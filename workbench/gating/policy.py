@@ -33,6 +33,9 @@ TIERS = ("critical", "supporting", "advisory")
 SERVING_KEYS = ("ready_s", "load_s", "peak_rss_bytes", "weight_bytes", "evaluation_s")
 
 
+_MOST = 1e15  # no limit of a policy is larger
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Threshold:
     """A fixed accuracy: `value` less `tolerance` is the least that passes. Proportions. filter "": the primary one."""
@@ -118,8 +121,8 @@ def read_policy(settings: Mapping[str, Any]) -> Policy:
         if arm in reported:
             raise ConfigError(f"arm {arm!r} is both in gate.gated and in gate.reported", fix="keep it in one of them")
     min_items = evidence.get("min_items", 1)
-    if isinstance(min_items, bool) or not isinstance(min_items, int) or min_items < 1:
-        raise ConfigError(f"gate.evidence.min_items={min_items!r}", fix="a whole number of at least 1")
+    if isinstance(min_items, bool) or not isinstance(min_items, int) or not 1 <= min_items <= _MOST:
+        raise ConfigError(f"gate.evidence.min_items={str(min_items)[:40]}", fix=f"a whole number from 1 to {_MOST:g}")
     equal_bytes = weights.get("equal_bytes") or False
     if not isinstance(equal_bytes, bool):
         raise ConfigError(f"gate.weights.equal_bytes={equal_bytes!r}", fix="true or false")
@@ -180,8 +183,11 @@ def _names(value: Any, where: str) -> tuple[str, ...]:
 def _number(value: Any, where: str, low: float = -math.inf, high: float = math.inf) -> float | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        raise ConfigError(f"{where}={value!r}", fix=f"a number from {low:g} to {high:g}, or null for no check")
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not low <= value <= high or not -_MOST <= value <= _MOST:
+        low, high = max(low, -_MOST), min(high, _MOST)
+        fix = f"a number from {low:g} to {high:g}, or null for no check"
+        raise ConfigError(f"{where}={str(value)[:40]}", fix=fix)
     return float(value)
 
 

@@ -127,7 +127,9 @@ class Comparison:
     """comparison.json: every candidate against the baseline.
 
     noise_floor: the A/A arm's discordance, a proportion, per "task|filter". notes: what a reader should know of the
-    files (another harness version, metrics that could not be paired).
+    files (another harness version, metrics that could not be paired). unpaired: by candidate, the judged tasks that
+    could not be compared, since it lacks them or scores them otherwise. sources: sha256 of every sample file that was
+    read, by its path in the run (empty for folders outside one).
     """
 
     baseline: str
@@ -136,6 +138,8 @@ class Comparison:
     noise_floor: dict[str, float] = field(default_factory=dict)
     graded: tuple[GradedComparison, ...] = ()
     notes: tuple[str, ...] = ()
+    unpaired: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
 
 
 # ---- gate ------------------------------------------------------------------------------------------------------------
