@@ -25,8 +25,8 @@ BENEATH = {
     "reporting": set(),
 }
 # The files beside the rooms, from the entry points down: each may import those that come later.
-FILES = ("cli", "run", "commands", "experiment", "arms", "settings", "composition", "runfolder", "bench", "progress",
-         "entry", "interrupt", "errors")  # fmt: skip
+FILES = ("cli", "run", "answer_commands", "commands", "experiment", "arms", "settings", "composition", "runfolder",
+         "bench", "progress", "entry", "interrupt", "errors")  # fmt: skip
 EVERYONE = {"errors", "interrupt", "records"}
 
 
@@ -75,6 +75,7 @@ def test_every_file_beside_the_rooms_has_its_place() -> None:
     ("module", "heavy"),
     [
         ("workbench.cli", ("torch", "vllm", "lm_eval", "transformers", "pandas", "hydra")),
+        ("workbench.answer_commands", ("torch", "vllm", "lm_eval", "transformers", "pandas", "hydra", "omegaconf")),
         ("workbench.commands", ("torch", "vllm", "lm_eval", "transformers", "pandas", "hydra", "omegaconf")),
         ("workbench.run", ("torch", "vllm", "lm_eval", "transformers", "pandas")),
         ("workbench.statistics", ("torch", "vllm", "lm_eval", "pandas")),

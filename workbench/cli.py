@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import workbench
-from workbench import commands
+from workbench import answer_commands, commands
 from workbench.entry import COULD_NOT_RUN, explain, safe_streams
 from workbench.interrupt import terminable
 
@@ -211,7 +211,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve.add_argument("--engine-env", action="append", type=_pair, default=[], metavar="KEY=VALUE")
 
-    evaluate = add("evaluate", commands.evaluate, "run lm-eval tasks against an OpenAI-compatible endpoint")
+    evaluate = add("evaluate", answer_commands.evaluate, "run lm-eval tasks against an OpenAI-compatible endpoint")
     evaluate.add_argument("url", help="base URL, ending in /v1")
     evaluate.add_argument("--model", type=_text, required=True, help="the model name that the endpoint answers to")
     evaluate.add_argument("--tokenizer", type=_path, required=True)
@@ -232,7 +232,29 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--baseline-dir", type=_path, metavar="RUN/eval/ARM", help="compare answer lengths with it")
     evaluate.add_argument("--out", type=_path, required=True, metavar="RUN")
 
-    compare = add("compare", commands.compare, "two evaluated folders, anyone's, by a policy; or the arms of one run")
+    logprobs = add("logprobs", answer_commands.logprobs, "an endpoint's top-k log-probabilities of a text, for kld")
+    logprobs.add_argument("url", help="base URL, ending in /v1")
+    logprobs.add_argument("--model", type=_text, required=True, help="the model name that the endpoint answers to")
+    logprobs.add_argument("--tokenizer", type=_path, required=True)
+    logprobs.add_argument("--text", type=_path, required=True, metavar="FILE")
+    logprobs.add_argument("--out", type=_path, required=True, metavar="FILE")
+    logprobs.add_argument("--name", default="", help="what to call it; default: the model")
+    logprobs.add_argument("--tokens", type=_whole(2, MOST_TOKENS), default=512, help="of a window")
+    logprobs.add_argument("--windows", type=_whole(1, MOST), default=64)
+    logprobs.add_argument("--top-k", type=_whole(1, MOST), default=20, help="vLLM's limit: --max-logprobs")
+    logprobs.add_argument("--concurrency", type=_whole(1, MOST), default=8)
+    logprobs.add_argument(
+        "--fingerprint", default="", help="what the endpoint serves; finished windows are kept under it"
+    )
+
+    kld = add("kld", answer_commands.kld, "KL divergence of an arm from a reference, from two files of logprobs")
+    kld.add_argument("reference", type=_path)
+    kld.add_argument("arm", type=_path)
+    kld.add_argument("--json", type=_path, metavar="FILE", help="also write every figure as JSON")
+
+    compare = add(
+        "compare", answer_commands.compare, "two evaluated folders, anyone's, by a policy; or the arms of one run"
+    )
     compare.add_argument("baseline", type=_path, metavar="A", help="a run, RUN/eval/ARM, or an lm-eval output folder")
     compare.add_argument(
         "candidate", type=_path, metavar="B", nargs="?", help="the same; without it, A's arms are paired"
@@ -246,7 +268,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     compare.add_argument("--noise-arm", default="", metavar="ARM", help="of one run")
 
-    gate = add("gate", commands.gate, "judge a run folder by a policy; exits 0, 1 or 2")
+    gate = add("gate", answer_commands.gate, "judge a run folder by a policy; exits 0, 1 or 2")
     gate.add_argument("run", type=_path)
     gate.add_argument("--policy", type=_text, default="smoke", help="a name of conf/gate, or a YAML file")
     gate.add_argument("--gated", action="append", type=_text, default=[], metavar="ARM")

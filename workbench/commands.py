@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from workbench.errors import ConfigError, OutputError
-
-if TYPE_CHECKING:
-    from workbench.records import Verdict
 
 SHOWN_NAMES = 3  # of a lint finding's tensors; --json has all
 TARGETS = ("nvfp4", "mxfp4")  # what `analyze --second` converts to
@@ -27,7 +23,7 @@ def lint(arguments: argparse.Namespace) -> int:
     from workbench.checkpoints.lint import lint_checkpoint
 
     if arguments.json:
-        _check_file("--json", arguments.json)
+        check_file("--json", arguments.json)
         if arguments.json.resolve().is_relative_to(Path(arguments.path).resolve()):
             raise ConfigError(f"--json {arguments.json} lies within the checkpoint", fix="write the findings elsewhere")
     report = lint_checkpoint(
@@ -128,7 +124,7 @@ def quantize(arguments: argparse.Namespace) -> int:
 
 
 def calibrate(arguments: argparse.Namespace) -> int:
-    _check_file("--out", arguments.out)
+    check_file("--out", arguments.out)
     print(f"wrote {_capture(arguments, arguments.out)}")
     return 0
 
@@ -137,7 +133,7 @@ def serve(arguments: argparse.Namespace) -> int:
     from workbench.serving.serve import serve_forever
     from workbench.serving.spec import EngineSpec, ServeSpec
 
-    _check_file("--log", arguments.log)
+    check_file("--log", arguments.log)
     spec = ServeSpec(
         arm=arguments.name or arguments.path.resolve().name,
         checkpoint=arguments.path,
@@ -166,7 +162,7 @@ def analyze(arguments: argparse.Namespace) -> int:
     from workbench.progress import Progress
     from workbench.settings import FormatSettings, PairSettings
 
-    _check_folder("--out", arguments.out)
+    check_folder("--out", arguments.out)
     for checkpoint in (arguments.source, arguments.first):
         if arguments.out.resolve().is_relative_to(checkpoint.resolve()):
             raise ConfigError(f"--out {arguments.out} lies within the checkpoint {checkpoint}", fix="write elsewhere")
@@ -195,142 +191,6 @@ def analyze(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def evaluate(arguments: argparse.Namespace) -> int:
-    from workbench import records
-    from workbench.evaluation.run import evaluate
-    from workbench.progress import Progress
-    from workbench.settings import check_name
-
-    check_name("--arm", arguments.arm)
-    say = Progress()
-    out = arguments.out / "eval" / arguments.arm
-    _check_folder("--out", out)
-    result = evaluate(
-        arm=arguments.arm,
-        base_url=arguments.url,
-        model=arguments.model,
-        tokenizer=arguments.tokenizer,
-        tasks=_tasks(arguments.task, limit=arguments.limit, num_fewshot=arguments.num_fewshot),
-        out_dir=out,
-        concurrency=arguments.concurrency,
-        request_order="forward",
-        max_length=arguments.max_length,
-        seed=0,
-        fingerprint=arguments.fingerprint,
-        api=arguments.api,
-        chat_template=arguments.chat_template,
-        thinking=arguments.thinking,
-        thinking_budget=arguments.thinking_budget,
-        probe=arguments.probe,
-        baseline_dir=arguments.baseline_dir,
-        progress=say.counter("answers"),
-    )
-    records.write_json(out / "scores.json", result)
-    say.scores(result)
-    return 0
-
-
-def compare(arguments: argparse.Namespace) -> int:
-    """Two folders, judged by a policy; or, of one run, every arm paired with its baseline."""
-    of_two = ("noise", "json", "junit")
-    of_one = ("baseline_arm", "noise_arm")
-    for name in of_one if arguments.candidate else of_two:
-        if getattr(arguments, name):
-            flag = "--" + name.replace("_arm", "-arm").replace("baseline-arm", "baseline")
-            raise ConfigError(
-                f"{flag} is for {'the arms of one run' if arguments.candidate else 'two folders'}",
-                fix="drop it, or see `workbench compare --help`",
-            )
-    return _compare_two(arguments) if arguments.candidate else _compare_arms(arguments)
-
-
-def _compare_two(arguments: argparse.Namespace) -> int:
-    from workbench import records
-    from workbench.comparison import compare_folders, comparison_json, comparison_text
-    from workbench.gating import append_step_summary, gate, to_junit, to_step_summary
-
-    for flag, path in (("--json", arguments.json), ("--junit", arguments.junit)):
-        if path:
-            _check_file(flag, path)
-    policy = _policy(arguments.policy)
-    comparison = compare_folders(arguments.baseline, arguments.candidate, arguments.noise)
-    candidate = comparison.tasks[-1].candidate if comparison.tasks else comparison.graded[-1].candidate
-    verdict = gate({**policy, "gated": [candidate], "reported": []}, comparison=comparison)
-    if arguments.json:
-        records.write_text(arguments.json, comparison_json(comparison, verdict))
-    if arguments.junit:
-        records.write_text(arguments.junit, to_junit(verdict))
-    print(comparison_text(comparison))
-    append_step_summary(to_step_summary(verdict, comparison))  # only where $GITHUB_STEP_SUMMARY is set
-    return _say_verdict(verdict)
-
-
-def _compare_arms(arguments: argparse.Namespace) -> int:
-    from workbench import records
-    from workbench.comparison import compare_arms, comparison_text
-
-    run, baseline = arguments.baseline, arguments.baseline_arm or "source"
-    if not run.is_dir():
-        raise ConfigError(f"there is no folder {run}", fix="give the folder that a run printed")
-    arms = sorted(path.parent.name for path in (run / "eval").glob("*/scores.json"))
-    if baseline not in arms:
-        raise ConfigError(
-            f"{run}/eval has no evaluated arm {baseline!r}",
-            fix=f"evaluated arms: {', '.join(arms)}" if arms else "run `workbench evaluate … --out` into it first",
-        )
-    candidates = [arm for arm in arms if arm != baseline]
-    if not candidates:
-        raise ConfigError(
-            f"{run}/eval has no other arm than {baseline!r}: nothing to compare it with",
-            fix="run `workbench evaluate … --arm NAME --out` into it for the arm in question",
-        )
-    comparison = compare_arms(run, baseline=baseline, candidates=candidates, noise_arm=arguments.noise_arm)
-    records.write_json(run / "comparison.json", comparison)
-    print(comparison_text(comparison))
-    return 0
-
-
-def gate(arguments: argparse.Namespace) -> int:
-    """Judge a run; beside the verdict a committed baseline, a history and a step summary."""
-    import datetime
-
-    from workbench import records
-    from workbench.comparison import make_baseline, write_baseline
-    from workbench.experiment import judge
-    from workbench.gating import append_history, append_step_summary, read_history, to_step_summary, trend_lines
-
-    if arguments.update_baseline and not arguments.baseline:
-        raise ConfigError("--update-baseline needs --baseline FILE", fix="name the file to write")
-    if arguments.baseline and not arguments.update_baseline and not arguments.baseline.is_file():
-        raise ConfigError(f"--baseline {arguments.baseline} does not exist", fix="make it once with --update-baseline")
-    for flag in ("baseline", "history", "json"):
-        if getattr(arguments, flag):
-            _check_file(f"--{flag}", getattr(arguments, flag))
-    policy = _policy(arguments.policy)
-    for key in ("gated", "reported"):
-        if getattr(arguments, key):
-            policy[key] = getattr(arguments, key)
-    verdict = judge(arguments.run, policy, since=None if arguments.update_baseline else arguments.baseline)
-    if arguments.json:
-        records.write_json(arguments.json, verdict)
-    compared = arguments.run / "comparison.json"
-    comparison = records.read_json(records.Comparison, compared) if compared.exists() else None
-    trend: list[str] = []
-    if arguments.history:
-        when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        append_history(arguments.history, verdict, comparison, run=arguments.run.resolve().name, when=when)
-        trend = trend_lines(read_history(arguments.history))
-    append_step_summary(to_step_summary(verdict, comparison, trend))  # only where $GITHUB_STEP_SUMMARY is set
-    if arguments.update_baseline:
-        arms = [comparison.baseline] if comparison else []
-        arms += [arm for arm in policy["gated"] if arm not in arms]
-        write_baseline(arguments.baseline, make_baseline(arguments.run, arms))
-        print(f"wrote the baseline {arguments.baseline}: {', '.join(arms)}")
-    for line in trend:
-        print(f"trend: {line}")
-    return _say_verdict(verdict)
-
-
 def report(arguments: argparse.Namespace) -> int:
     from workbench.reporting import build_report
 
@@ -344,7 +204,7 @@ def bench(arguments: argparse.Namespace) -> int:
     from workbench import bench, records
 
     if arguments.json:
-        _check_file("--json", arguments.json)
+        check_file("--json", arguments.json)
     cores = os.cpu_count() or 1
     if arguments.threads is not None and arguments.threads > cores:
         raise ConfigError(f"--threads {arguments.threads}: this machine has {cores} cores", fix=f"at most {cores}")
@@ -389,13 +249,13 @@ def _capture(arguments: argparse.Namespace, out: Path | None = None) -> Path:
     with open_checkpoint(arguments.source):  # before an engine starts
         pass
     if arguments.prompts:
-        text = _read_text(arguments.prompts)
+        text = read_text(arguments.prompts)
         prompts = [line for line in text.splitlines() if line.strip()]
         if not prompts:
             raise ConfigError(f"{arguments.prompts} holds no prompt", fix="one prompt a line")
     else:
         with tempfile.TemporaryDirectory() as scratch:
-            tasks = _tasks(["gsm8k_mini", "mmlu_pro_mini"])
+            tasks = tasks_named(["gsm8k_mini", "mmlu_pro_mini"])
             prompts = training_prompts(tasks, 24, scratch=Path(scratch))
     target = out or Path(tempfile.mkdtemp(prefix="workbench-")) / "activations.safetensors"
     spec = ServeSpec(
@@ -408,7 +268,7 @@ def _capture(arguments: argparse.Namespace, out: Path | None = None) -> Path:
     return target
 
 
-def _tasks(names: list[str], **changes: Any) -> tuple[Any, ...]:
+def tasks_named(names: list[str], **changes: Any) -> tuple[Any, ...]:
     """Tasks of conf/eval by name, with what is not None changed. Raises ConfigError naming the choices."""
     from omegaconf import OmegaConf
 
@@ -432,29 +292,7 @@ def _tasks(names: list[str], **changes: Any) -> tuple[Any, ...]:
     return tuple(task_spec({"name": name, **task, **wanted}) for name, task in tasks.items())
 
 
-def _policy(name: str) -> dict[str, Any]:
-    """A policy by name or path; one of another project is imported, with what that costs said on stderr."""
-    from workbench.composition import read_policy_file
-    from workbench.gating import import_policy, is_foreign_policy
-
-    policy = read_policy_file(name)
-    if not is_foreign_policy(policy):
-        return policy
-    imported, warnings = import_policy(policy, name=Path(name).stem)
-    for warning in warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-    return imported
-
-
-def _say_verdict(verdict: Verdict) -> int:
-    print(f"verdict: {verdict.status.upper()} (exit code {verdict.exit_code}, policy {verdict.policy})")
-    print(verdict.headline)
-    for check in verdict.checks:
-        print(f"  {check.status}: {check.name}: {check.reason}")
-    return verdict.exit_code
-
-
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
     try:
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -468,14 +306,14 @@ def _check_input(flag: str, path: Path | None) -> None:
         raise ConfigError(f"{flag} {path} {what}", fix="give the file that `workbench calibrate` wrote")
 
 
-def _check_file(flag: str, path: Path) -> None:
+def check_file(flag: str, path: Path) -> None:
     """Refuse a file that cannot be written, before the work that leads to it. Raises OutputError."""
     if path.is_dir():
         raise OutputError(f"{flag} {path} is a folder", fix="give the file's own name within it")
-    _check_folder(flag, path.parent)
+    check_folder(flag, path.parent)
 
 
-def _check_folder(flag: str, path: Path) -> None:
+def check_folder(flag: str, path: Path) -> None:
     """Refuse a folder that cannot be made or written into. Raises OutputError."""
     present = next(folder for folder in (path, *path.absolute().parents) if os.path.lexists(folder))
     if not present.is_dir():

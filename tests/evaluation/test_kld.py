@@ -13,6 +13,7 @@ from fake_server import VOCABULARY, fake_server, logprob_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from workbench import cli
 from workbench.errors import EvaluationError
 from workbench.evaluation.kld import collect_logprobs, cut_windows, kl_divergence, position_bounds
 from workbench.records import Divergence, from_json, to_json
@@ -153,3 +154,23 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, tokenizer_dir: Path)
     with pytest.raises(EvaluationError, match="8 tokens, 3 windows of 3 need 9"):
         cut_windows("abcdefgh", tokenizer_dir, tokens=3, count=3)
     assert json.loads((tmp_path / "a").read_text().splitlines()[0])["k"] == 5
+
+
+def test_the_two_commands_print_and_write_the_divergence(
+    tmp_path: Path, tokenizer_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("one two three four five six seven eight nine ten " * 40)
+    flags = ["--tokenizer", str(tokenizer_dir), "--text", str(text), "--tokens", "16", "--windows", "9", "--top-k", "5"]
+    for name, logprob in (("a", logprob_of), ("b", _shifted(0.7))):
+        with fake_server(lambda prompt: "", lambda ids: "") as server:
+            server.logprob = logprob
+            out = ["--out", str(tmp_path / f"{name}.jsonl"), "--name", name]
+            assert cli.main(["logprobs", server.url, "--model", "m", *flags, *out]) == 0
+    files = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
+    assert cli.main(["kld", *files, "--json", str(tmp_path / "kld.json")]) == 0
+    printed = capsys.readouterr().out
+    found = from_json(Divergence, (tmp_path / "kld.json").read_text())
+    assert "KL(a || b), nats" in printed
+    assert f"{found.mean.lower:.4g}" in printed
+    assert cli.main(["kld", files[0], str(tmp_path / "none.jsonl")]) == 3

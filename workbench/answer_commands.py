@@ -1,0 +1,236 @@
+"""The commands about answers: evaluate, logprobs, kld, compare, gate; each returns the exit code.
+
+code = answer_commands.compare(arguments)
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from workbench.commands import check_file, check_folder, read_text, tasks_named
+from workbench.errors import ConfigError
+
+if TYPE_CHECKING:
+    from workbench.records import Bounded, Verdict
+
+
+def evaluate(arguments: argparse.Namespace) -> int:
+    from workbench import records
+    from workbench.evaluation.run import evaluate
+    from workbench.progress import Progress
+    from workbench.settings import check_name
+
+    check_name("--arm", arguments.arm)
+    say = Progress()
+    out = arguments.out / "eval" / arguments.arm
+    check_folder("--out", out)
+    result = evaluate(
+        arm=arguments.arm,
+        base_url=arguments.url,
+        model=arguments.model,
+        tokenizer=arguments.tokenizer,
+        tasks=tasks_named(arguments.task, limit=arguments.limit, num_fewshot=arguments.num_fewshot),
+        out_dir=out,
+        concurrency=arguments.concurrency,
+        request_order="forward",
+        max_length=arguments.max_length,
+        seed=0,
+        fingerprint=arguments.fingerprint,
+        api=arguments.api,
+        chat_template=arguments.chat_template,
+        thinking=arguments.thinking,
+        thinking_budget=arguments.thinking_budget,
+        probe=arguments.probe,
+        baseline_dir=arguments.baseline_dir,
+        progress=say.counter("answers"),
+    )
+    records.write_json(out / "scores.json", result)
+    say.scores(result)
+    return 0
+
+
+def logprobs(arguments: argparse.Namespace) -> int:
+    """The endpoint's top-k log-probabilities of a text, for `kld`."""
+    from workbench.evaluation.kld import collect_logprobs, cut_windows
+    from workbench.progress import Progress
+
+    check_file("--out", arguments.out)
+    windows = cut_windows(
+        read_text(arguments.text), arguments.tokenizer, tokens=arguments.tokens, count=arguments.windows
+    )
+    collect_logprobs(
+        base_url=arguments.url,
+        model=arguments.model,
+        windows=windows,
+        k=arguments.top_k,
+        path=arguments.out,
+        name=arguments.name,
+        fingerprint=arguments.fingerprint,
+        concurrency=arguments.concurrency,
+        progress=Progress().counter("windows"),
+    )
+    print(f"wrote {arguments.out}: {len(windows)} windows of {arguments.tokens} tokens, top {arguments.top_k}")
+    return 0
+
+
+def kld(arguments: argparse.Namespace) -> int:
+    """The divergence of two files of `logprobs`."""
+    from workbench import records
+    from workbench.evaluation.kld import kl_divergence
+
+    if arguments.json:
+        check_file("--json", arguments.json)
+    for path in (arguments.reference, arguments.arm):
+        if not path.is_file():
+            raise ConfigError(f"there is no file {path}", fix="give two files that `workbench logprobs` wrote")
+    found = kl_divergence(arguments.reference, arguments.arm)
+    if arguments.json:
+        records.write_json(arguments.json, found)
+    print(
+        f"KL({found.reference} || {found.arm}), nats, {found.positions} tokens in {found.windows} windows, k {found.k}"
+    )
+    for name in ("mean", "median", "p99", "p999"):
+        print(f"  {name:6} {_bounded(getattr(found, name))}")
+    print(
+        f"  same first token {100 * found.same_top1:.2f} % ({100 * found.same_top1_low:.2f} to"
+        f" {100 * found.same_top1_high:.2f}); the actual token's probability {found.delta_p_mean_pp:+.3f} pp"
+        f" ({found.delta_p_mean_low_pp:+.3f} to {found.delta_p_mean_high_pp:+.3f})"
+    )
+    print(f"  outside the top {found.k}: {found.tail_mass_reference:.2g} and {found.tail_mass_arm:.2g} of the mass")
+    return 0
+
+
+def _bounded(value: Bounded) -> str:
+    return (
+        f"at least {value.lower:.4g} ({value.lower_ci_low:.4g} to {value.lower_ci_high:.4g}), at most {value.upper:.4g}"
+        f" ({value.upper_ci_low:.4g} to {value.upper_ci_high:.4g})"
+    )
+
+
+def compare(arguments: argparse.Namespace) -> int:
+    """Two folders, judged by a policy; or, of one run, every arm paired with its baseline."""
+    of_two = ("noise", "json", "junit")
+    of_one = ("baseline_arm", "noise_arm")
+    for name in of_one if arguments.candidate else of_two:
+        if getattr(arguments, name):
+            flag = "--" + name.replace("_arm", "-arm").replace("baseline-arm", "baseline")
+            raise ConfigError(
+                f"{flag} is for {'the arms of one run' if arguments.candidate else 'two folders'}",
+                fix="drop it, or see `workbench compare --help`",
+            )
+    return _compare_two(arguments) if arguments.candidate else _compare_arms(arguments)
+
+
+def _compare_two(arguments: argparse.Namespace) -> int:
+    from workbench import records
+    from workbench.comparison import compare_folders, comparison_json, comparison_text
+    from workbench.gating import append_step_summary, gate, to_junit, to_step_summary
+
+    for flag, path in (("--json", arguments.json), ("--junit", arguments.junit)):
+        if path:
+            check_file(flag, path)
+    policy = _policy(arguments.policy)
+    comparison = compare_folders(arguments.baseline, arguments.candidate, arguments.noise)
+    candidate = comparison.tasks[-1].candidate if comparison.tasks else comparison.graded[-1].candidate
+    verdict = gate({**policy, "gated": [candidate], "reported": []}, comparison=comparison)
+    if arguments.json:
+        records.write_text(arguments.json, comparison_json(comparison, verdict))
+    if arguments.junit:
+        records.write_text(arguments.junit, to_junit(verdict))
+    print(comparison_text(comparison))
+    append_step_summary(to_step_summary(verdict, comparison))  # only where $GITHUB_STEP_SUMMARY is set
+    return _say_verdict(verdict)
+
+
+def _compare_arms(arguments: argparse.Namespace) -> int:
+    from workbench import records
+    from workbench.comparison import compare_arms, comparison_text
+
+    run, baseline = arguments.baseline, arguments.baseline_arm or "source"
+    if not run.is_dir():
+        raise ConfigError(f"there is no folder {run}", fix="give the folder that a run printed")
+    arms = sorted(path.parent.name for path in (run / "eval").glob("*/scores.json"))
+    if baseline not in arms:
+        raise ConfigError(
+            f"{run}/eval has no evaluated arm {baseline!r}",
+            fix=f"evaluated arms: {', '.join(arms)}" if arms else "run `workbench evaluate … --out` into it first",
+        )
+    candidates = [arm for arm in arms if arm != baseline]
+    if not candidates:
+        raise ConfigError(
+            f"{run}/eval has no other arm than {baseline!r}: nothing to compare it with",
+            fix="run `workbench evaluate … --arm NAME --out` into it for the arm in question",
+        )
+    comparison = compare_arms(run, baseline=baseline, candidates=candidates, noise_arm=arguments.noise_arm)
+    records.write_json(run / "comparison.json", comparison)
+    print(comparison_text(comparison))
+    return 0
+
+
+def gate(arguments: argparse.Namespace) -> int:
+    """Judge a run; beside the verdict a committed baseline, a history and a step summary."""
+    import datetime
+
+    from workbench import records
+    from workbench.comparison import make_baseline, write_baseline
+    from workbench.experiment import judge
+    from workbench.gating import append_history, append_step_summary, read_history, to_step_summary, trend_lines
+
+    if arguments.update_baseline and not arguments.baseline:
+        raise ConfigError("--update-baseline needs --baseline FILE", fix="name the file to write")
+    if arguments.baseline and not arguments.update_baseline and not arguments.baseline.is_file():
+        raise ConfigError(f"--baseline {arguments.baseline} does not exist", fix="make it once with --update-baseline")
+    for flag in ("baseline", "history", "json"):
+        if getattr(arguments, flag):
+            check_file(f"--{flag}", getattr(arguments, flag))
+    policy = _policy(arguments.policy)
+    for key in ("gated", "reported"):
+        if getattr(arguments, key):
+            policy[key] = getattr(arguments, key)
+    verdict = judge(arguments.run, policy, since=None if arguments.update_baseline else arguments.baseline)
+    if arguments.json:
+        records.write_json(arguments.json, verdict)
+    compared = arguments.run / "comparison.json"
+    comparison = records.read_json(records.Comparison, compared) if compared.exists() else None
+    trend: list[str] = []
+    if arguments.history:
+        when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        append_history(arguments.history, verdict, comparison, run=arguments.run.resolve().name, when=when)
+        trend = trend_lines(read_history(arguments.history))
+    append_step_summary(to_step_summary(verdict, comparison, trend))  # only where $GITHUB_STEP_SUMMARY is set
+    if arguments.update_baseline:
+        arms = [comparison.baseline] if comparison else []
+        arms += [arm for arm in policy["gated"] if arm not in arms]
+        write_baseline(arguments.baseline, make_baseline(arguments.run, arms))
+        print(f"wrote the baseline {arguments.baseline}: {', '.join(arms)}")
+    for line in trend:
+        print(f"trend: {line}")
+    return _say_verdict(verdict)
+
+
+# ---- what they share -------------------------------------------------------------------------------------------------
+
+
+def _policy(name: str) -> dict[str, Any]:
+    """A policy by name or path; one of another project is imported, with what that costs said on stderr."""
+    from workbench.composition import read_policy_file
+    from workbench.gating import import_policy, is_foreign_policy
+
+    policy = read_policy_file(name)
+    if not is_foreign_policy(policy):
+        return policy
+    imported, warnings = import_policy(policy, name=Path(name).stem)
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    return imported
+
+
+def _say_verdict(verdict: Verdict) -> int:
+    print(f"verdict: {verdict.status.upper()} (exit code {verdict.exit_code}, policy {verdict.policy})")
+    print(verdict.headline)
+    for check in verdict.checks:
+        print(f"  {check.status}: {check.name}: {check.reason}")
+    return verdict.exit_code
