@@ -20,15 +20,18 @@ from workbench.checkpoints.convert import quantize_checkpoint
 from workbench.checkpoints.open import open_checkpoint
 from workbench.gating import gate
 from workbench.records import (
+    ArtefactPanel,
     Comparison,
     Evaluation,
     Flip,
+    LengthDrift,
     LintFinding,
     LintReport,
     Manifest,
     ServerRecord,
     TaskComparison,
     TaskScore,
+    Transport,
 )
 from workbench.statistics import (
     loss_interval,
@@ -142,9 +145,25 @@ def _simulate_answers(run_dir: Path) -> dict[str, Evaluation]:
             concurrency=4 if "again" in arm else 8,
             command=("lm_eval", "run", "--model", "local-completions", "--tasks", "gsm8k_mini,mmlu_pro_mini"),
             request_order="reversed" if "again" in arm else "forward", task_fingerprints={"gsm8k_mini": "9f2c11d0"},
+            panels=tuple(_panel(score) for score in scores if score.primary),
+            transport=Transport(requests=160, resumed=0, retries=2, failed=0, faults={"http_500": 2},
+                                examples={"http_500": "<b>Internal</b> error"}, latency_median_s=1.5),
         )  # fmt: skip
         records.write_json(run_dir / "eval" / arm / "scores.json", evaluations[arm])
     return evaluations
+
+
+def _panel(score: TaskScore) -> ArtefactPanel:
+    drift = LengthDrift(
+        baseline="source", n=score.n, unit="tokens", ratio=1.034, ratio_low=0.98, ratio_high=1.09, identical=61
+    )
+    return ArtefactPanel(
+        arm=score.arm, task=score.task, filter=score.filter, n=score.n, truncated=7, empty=0, null=0, failed=0,
+        stopped=score.n - 7, stop_leaks=0, disagreements=3, invalid={score.filter: score.invalid}, duplicates=2,
+        think_leaks=-1, unfinished=0, length_median_tokens=80.0, length_max_tokens=256.0, accuracy_all=score.value,
+        accuracy_all_low=score.low, accuracy_all_high=score.high, finished=score.n - 7, accuracy_finished=0.913,
+        accuracy_finished_low=0.8, accuracy_finished_high=0.97, drift=None if score.arm == "source" else drift,
+    )  # fmt: skip
 
 
 def _compare(run_dir: Path, evaluations: dict[str, Evaluation]) -> Comparison:

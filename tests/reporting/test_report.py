@@ -114,6 +114,18 @@ def test_every_section_shows_its_records(page: str, sample_run: Path) -> None:
     assert "model.layers.2.mlp.experts.5.down_proj.weight:" in page  # a heat map cell's label
 
 
+def test_artefacts_and_the_endpoints_behaviour_are_shown(page: str, sample_run: Path) -> None:
+    for shown in (page, (sample_run / "summary.md").read_text()):
+        assert "Artefacts" in shown
+        assert "91.3 %" in shown  # of the finished answers
+        assert "1.034" in shown  # length over the baseline's
+        assert "61" in shown
+    row = next(r for r in page.split("<tr>") if "nvfp4_to_mxfp4" in r and "1.034" in r)
+    assert row.count('<td class="n">–</td>') == 0
+    assert "–<small>" in row  # think tags: the client did not keep them
+    assert "http_500 2<small>&lt;b&gt;Internal&lt;/b&gt; error" in page
+
+
 def test_both_filters_of_one_task_are_shown(page: str) -> None:
     assert "strict-match" in page
     assert "flexible-extract" in page

@@ -57,6 +57,8 @@ def make_context(files: RunFiles, *, flips: int = 30, cells: int = 4000) -> dict
         "lint": _in_order(files.lint, arms),
         "scores": scores,
         "scores_figure": Markup(draw_scores(scores, colors)),
+        "panels": [panel for e in _in_order(files.evaluations, arms).values() for panel in e.panels],
+        "transports": {a: e.transport for a, e in _in_order(files.evaluations, arms).items() if e.transport},
         "comparisons": _comparisons(files),
         "noise": _noise(files),
         "flip_groups": [_flip_group(c) for c in _comparisons(files) if c.flips],
@@ -68,7 +70,11 @@ def make_context(files: RunFiles, *, flips: int = 30, cells: int = 4000) -> dict
         "claims": (files.analysis or {}).get("claims", []),
         "stages": _stages(files),
         "repeat": shlex.join(files.manifest.command) if files.manifest else "",
-        "harness": {arm: shlex.join(e.command) for arm, e in _in_order(files.evaluations, arms).items() if e.command},
+        "harness": {
+            arm: e.plain_command or shlex.join(e.command)
+            for arm, e in _in_order(files.evaluations, arms).items()
+            if e.plain_command or e.command
+        },
         "commands": {arm: shlex.join(s.command) for arm, s in _in_order(files.servers, arms).items() if s.command},
     }
 

@@ -75,6 +75,11 @@ def seconds(value: Any) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
+def count(value: Any) -> str:
+    """A number of things; "–" for -1, what a client did not keep."""
+    return DASH if value is None or value < 0 else f"{value:g}"
+
+
 def probability(value: Any) -> str:
     """p values: 0.031, <0.001."""
     value = real(value)
@@ -102,6 +107,7 @@ def of_unit(value: Any, unit: str) -> str:
 
 FILTERS: dict[str, Callable[..., str]] = {
     "number": number,
+    "count": count,
     "small": small,
     "percent": percent,
     "size": size,
