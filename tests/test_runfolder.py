@@ -114,7 +114,7 @@ def test_a_failed_write_leaves_no_half_file(tmp_path: Path, monkeypatch: pytest.
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(records.os, "fsync", full)
+    monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OutputError, match="No space left"):
         records.write_text(tmp_path / "a.json", "{}")
     assert list(tmp_path.iterdir()) == []
