@@ -174,6 +174,24 @@ def test_hydras_own_errors_are_one_message_with_a_way_out(
     assert "HYDRA_FULL_ERROR" not in printed
 
 
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("model.api=chatty", "api='chatty'"),
+        ("model.thinking_budget=-1", "thinking_budget=-1"),
+        ("+arms.source.request_order=random", "request_order"),
+    ],
+)
+def test_how_an_endpoint_is_asked_is_checked_before_a_stage(
+    override: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run.main(["experiment=kimi_requant", override, f"paths.out={tmp_path}"]) == 3
+    printed = capsys.readouterr().err
+    assert named in printed
+    assert "fix: " in printed
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("stages", ["report", "analyze,report"])
 def test_a_run_without_a_gate_says_why_it_exits_3(
     stages: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

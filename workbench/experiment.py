@@ -120,11 +120,16 @@ def _check_named(where: str, named: Iterable[str], known: Iterable[str]) -> None
 
 def _check_rooms(settings: Settings) -> None:
     """What the rooms own and check themselves, asked before a stage is run: tasks, policy, arms, engine."""
+    from workbench.evaluation.run import check_settings
     from workbench.evaluation.spec import check_tasks
     from workbench.gating import read_policy
 
     if "evaluate" in settings.stages:
         check_tasks(_task_specs(settings))
+        model = settings.model
+        tokenizer = Path(model.tokenizer)
+        for arm in settings.arms.values():
+            check_settings(arm.request_order, 1, model.api, model.chat_template, tokenizer, model.thinking_budget)
     if "gate" in settings.stages:
         policy = read_policy(settings.gate)
         _check_named("gate: the experiment has", [*policy.gated, *policy.reported], settings.arms)

@@ -84,7 +84,7 @@ def evaluate(
     answers at `base_url` are checked before a file is written or a process started, and the plan (preflight.json)
     before a token is generated. The child process never outlives the call, nor the parent.
     """
-    _check_settings(request_order, concurrency, api, chat_template, tokenizer)
+    check_settings(request_order, concurrency, api, chat_template, tokenizer, thinking_budget)
     check_tasks(tasks)
     if tokenizer is not None and not tokenizer.is_dir():
         raise EvaluationError(f"tokenizer folder {tokenizer} does not exist", fix="name the served checkpoint's folder")
@@ -188,9 +188,15 @@ def _root(base_url: str) -> str:
     return url if url.endswith("/v1") else f"{url}/v1"
 
 
-def _check_settings(
-    request_order: str, concurrency: int, api: str, chat_template: bool, tokenizer: Path | None
+def check_settings(
+    request_order: str,
+    concurrency: int,
+    api: str,
+    chat_template: bool,
+    tokenizer: Path | None,
+    thinking_budget: int = 0,
 ) -> None:
+    """Refuse how an endpoint is to be asked before anything is started. Raises EvaluationError naming the setting."""
     if request_order not in (FORWARD, REVERSED):
         raise EvaluationError(f"request_order={request_order!r}", fix=f"use {FORWARD!r} or {REVERSED!r}")
     if concurrency < 1:
@@ -199,6 +205,8 @@ def _check_settings(
         raise EvaluationError(f"api={api!r}", fix=f"use {COMPLETIONS!r} or {CHAT!r}")
     if chat_template and tokenizer is None:
         raise EvaluationError("chat_template=true needs a tokenizer", fix="name its folder, or use api=chat")
+    if thinking_budget < 0:
+        raise EvaluationError(f"thinking_budget={thinking_budget}", fix="a number of tokens, 0 or more")
 
 
 def _check_endpoint(base_url: str) -> None:
