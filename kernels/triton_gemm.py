@@ -34,14 +34,13 @@ from .triton_elements import (
     rounded_to,
     widened,
 )
-from .triton_launch import bytes_of, multiprocessors
+from .triton_launch import bytes_of, split_steps
 from .triton_quantize import mxfp4_scale_bytes
 
 FUSED_TOKENS = 64  # at most so many tokens take the fused kernel
 BLOCKS = {"nvfp4": NVFP4_BLOCK, "mxfp4": MXFP4_BLOCK}
 # (rows of the weight, columns) a program decodes at a time, warps, stages, by the tokens it multiplies them with.
 TILES = {16: (64, 256, 4, 3), 32: (64, 128, 4, 3), 64: (64, 128, 4, 3)}
-_PROGRAMS_PER_MULTIPROCESSOR = 4
 _ROW_TILE = 2048
 
 
@@ -151,9 +150,7 @@ def _fused_linear(
     rows, columns, warps, stages = TILES[tokens]
     steps = triton.cdiv(k, columns)
     programs = triton.cdiv(n, rows) * triton.cdiv(m, tokens)
-    split = max(1, min(steps // 2, _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x.device) // programs))
-    steps_each = triton.cdiv(steps, split)
-    split = triton.cdiv(steps, steps_each)
+    split, steps_each = split_steps(steps, programs, x.device)
     partial = x.new_empty((split, m, n), dtype=torch.float32 if split > 1 else x.dtype)
     own = token_globals(x, input_scale) if activation_format == "nvfp4" else x
     _linear_kernel[(triton.cdiv(n, rows), triton.cdiv(m, tokens), split)](

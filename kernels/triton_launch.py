@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+_PROGRAMS_PER_MULTIPROCESSOR = 4
 STORED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that the kernels read and write
 EXACT = {"enable_fp_fusion": False}  # launch option: no multiply-add that the kernel does not write
 
@@ -57,6 +58,16 @@ def bytes_of(t: Tensor) -> Tensor:
 def has_permute() -> bool:
     """Whether kernels may use NVIDIA's byte permutation, which neither AMD's cards nor the interpreter have."""
     return torch.version.hip is None and not triton.knobs.runtime.interpret
+
+
+def split_steps(steps: int, programs: int, device: torch.device) -> tuple[int, int]:
+    """In how many parts a product's K goes so that few `programs` still fill the card, and the steps of a part.
+
+    A part has at least two of the `steps`; none is empty.
+    """
+    parts = max(1, min(steps // 2, _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device) // programs))
+    steps_each = triton.cdiv(steps, parts)
+    return triton.cdiv(steps, steps_each), steps_each
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -20,9 +20,7 @@ from torch import Tensor
 
 from .triton_elements import rounded_to
 from .triton_gemm import TILES, fp4_product, round_activation
-from .triton_launch import bytes_of, multiprocessors
-
-_PROGRAMS_PER_MULTIPROCESSOR = 4
+from .triton_launch import bytes_of, split_steps
 
 
 class Groups(NamedTuple):
@@ -162,9 +160,7 @@ def _grouped_linear(
     tiles = triton.cdiv(n // shards, tile_rows)
     steps = triton.cdiv(k, columns)
     programs = max(1, expert.numel() * tiles * shards)
-    split = max(1, min(steps // 2, _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(rows.device) // programs))
-    steps_each = triton.cdiv(steps, split)
-    split = triton.cdiv(steps, steps_each)
+    split, steps_each = split_steps(steps, programs, rows.device)
     out = rows.new_zeros((split, assignments, n), dtype=torch.float32 if split > 1 else rows.dtype)
     _grouped_kernel[(expert.numel(), tiles * shards, split)](
         rows,

@@ -175,6 +175,24 @@ def test_what_is_no_history_is_left_as_it_is(run: Path, tmp_path: Path, content:
     assert history.read_bytes() == content
 
 
+@pytest.mark.parametrize("damaged", ["scores.json", "baseline"])
+def test_a_record_nested_without_end_is_named(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damaged: str
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    path = copy / "eval" / "source" / "scores.json" if damaged == "scores.json" else tmp_path / "base.json"
+    path.write_text("[" * 99_999)
+    commands = {
+        "scores.json": ["compare", str(copy)],
+        "baseline": ["gate", str(copy), "--gated", "nvfp4", "--baseline", str(path)],
+    }
+    assert cli.main(commands[damaged]) == 3
+    printed = capsys.readouterr().err
+    assert f"{path} is no" in printed or f"{path} is not" in printed
+    assert "nested too deeply" in printed
+
+
 def test_an_arm_whose_lint_is_missing_is_invalid(run: Path, tmp_path: Path) -> None:
     copy = tmp_path / "run"
     shutil.copytree(run, copy)

@@ -90,7 +90,7 @@ def read_record(kind: type[T], path: Path) -> T:
     """A record that an earlier stage of the run wrote. Raises OutputError when the file is damaged."""
     try:
         return records.read_json(kind, path)
-    except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise OutputError(f"{path} is damaged: {error}", fix="delete it: the run writes it again") from error
 
 

@@ -71,7 +71,7 @@ def read_baseline(path: Path) -> Baseline:
         raise ComparisonError(f"there is no baseline {path}", fix="make it from an accepted run: --update-baseline")
     try:
         return read_json(Baseline, path)
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise ComparisonError(f"{path} is no baseline: {error}", fix="restore it from version control") from error
 
 

@@ -64,10 +64,10 @@ def compare_arms(run_dir: Path, *, baseline: str, candidates: list[str], noise_a
         EvaluatedArm(evaluation=read_evaluation(run_dir, arm), root=run_dir) for arm in (baseline, *arms)
     )
     comparison = compare_evaluated(reference, others, noise_arm=noise_arm)
-    return replace(comparison, sources=sample_digests(run_dir, [reference, *others]))
+    return replace(comparison, sources=_sample_digests(run_dir, [reference, *others]))
 
 
-def sample_digests(run_dir: Path, arms: list[EvaluatedArm]) -> dict[str, str]:
+def _sample_digests(run_dir: Path, arms: list[EvaluatedArm]) -> dict[str, str]:
     """sha256 of the arms' sample files, by their paths in the run: `Comparison.sources`."""
     names = {name for arm in arms for score in arm.evaluation.scores for name in score.samples.split(";")}
     return {name: digest(run_dir / name) for name in sorted(names)}

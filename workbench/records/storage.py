@@ -25,8 +25,11 @@ def to_json(record: Any) -> str:
 
 
 def from_json(kind: type[T], text: str) -> T:
-    """Read a record of dataclass `kind` back. Raises ValueError on another schema version or unknown keys."""
-    payload = json.loads(text)
+    """Read a record of dataclass `kind` back. Raises ValueError on what is no JSON object of its keys and version."""
+    try:
+        payload = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
     if not isinstance(payload, dict):
         raise ValueError(f"it holds a {type(payload).__name__}, expected a {kind.__name__} as a JSON object")
     version = payload.pop("schema_version", None)

@@ -51,6 +51,11 @@ def scale_kind(activation: str, static: list[bool]) -> str:
     return "mixed" if any(static) else "dynamic_per_token"
 
 
+def scales_by_token(activation: str, static: list[bool]) -> bool:
+    """Whether some input is scaled by its token's own amax, which ranks that split K must agree on."""
+    return scale_kind(activation, static) in ("mixed", "dynamic_per_token")
+
+
 # Which of its two loaders a linear layer uses is decided by the method's class name.
 @register_weight_loader_v2_supported_method
 class PackedLinearMethod(LinearMethodBase):
@@ -76,7 +81,7 @@ class PackedLinearMethod(LinearMethodBase):
         rows, columns, matrices = sum(output_partition_sizes), input_size_per_partition, len(output_partition_sizes)
         check_block(self.prefix, columns, input_size // columns, self.plan.weight)
         loader = extra["weight_loader"]
-        if input_size != columns and self.plan.activation == "nvfp4" and not all(self.static):
+        if input_size != columns and scales_by_token(self.plan.activation, self.static):
             self.ranks = ops.split_over()
         self.widths = list(output_partition_sizes)
         layer.register_parameter(

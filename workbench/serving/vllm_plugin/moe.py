@@ -23,7 +23,7 @@ from workbench.errors import CheckpointError, ConfigError
 from workbench.formats import get_format
 
 from . import ops
-from .linear import check_block, scale_dtype, scale_kind
+from .linear import check_block, scale_dtype, scale_kind, scales_by_token
 from .settings import ModulePlan
 
 
@@ -144,7 +144,7 @@ class PackedMoEMethod(_ExpertMethod):
         spec, inter = get_format(self.plan.weight), intermediate_size_per_partition
         check_block(f"{self.prefix} (w1, w3)", hidden_size, 1, spec.name)
         check_block(f"{self.prefix} (w2)", inter, layer.moe_config.tp_size, spec.name)
-        if layer.moe_config.tp_size > 1 and self.plan.activation == "nvfp4" and not all(self.static):
+        if layer.moe_config.tp_size > 1 and scales_by_token(self.plan.activation, self.static):
             self.ranks = self._ranks(layer)
         codes, scales = torch.uint8, scale_dtype(spec.name)
         self._register(layer, "w13_weight", torch.empty(num_experts, 2 * inter, hidden_size // 2, dtype=codes))
