@@ -1,6 +1,6 @@
 """Checks every Triton kernel on a CUDA card against the reference, bit for bit, then times them: one short table last.
 
-    python tests/kernels/gpu_check.py [--quick] [--no-times]
+    python tests/kernels/gpu_check.py [--quick] [--only checks|streams|linear|experts]
 
 Needs torch and triton alone. A time is the median of CUDA-event timings over inputs that are rotated beyond the cache;
 beside it stand, from the same run, the card's copy bandwidth (bytes read and written) and its bf16 matrix rate.
@@ -12,11 +12,13 @@ import argparse
 import importlib.util
 import statistics
 import sys
+import time
 import types
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import triton
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -283,20 +285,26 @@ def seconds(calls: list[Callable[[], object]], repeats: int = 5) -> float:
     return statistics.median(found)
 
 
-def times(quick: bool) -> list[str]:
-    rows, columns = (8192, 8192) if quick else (16384, 8192)
-    count = rows * columns
-    source = torch.randn(rows, columns, device="cuda").bfloat16()
+def card_rates() -> tuple[float, float]:
+    """The card's copy bandwidth (bytes read and written) and its bfloat16 matrix rate, a second."""
     large = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(large)
     copy = 2 * large.numel() / seconds([lambda: target.copy_(large)] * 4)
     a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
     rate = 2 * 8192**3 / seconds([lambda: a @ b] * 3)
-    lines = [
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copy {copy / 1e12:.2f} TB/s, "
-        f"bf16 {rate / 1e12:.0f} TFLOP/s; {count / 2**20:.0f} M weights",
-        "stream (bytes a weight): fraction of the copy, us",
-    ]
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}: "
+        f"copy {copy / 1e12:.2f} TB/s, bf16 {rate / 1e12:.0f} TFLOP/s",
+        flush=True,
+    )
+    return copy, rate
+
+
+def stream_times(quick: bool, rates: tuple[float, float]) -> list[str]:
+    rows, columns = (8192, 8192) if quick else (16384, 8192)
+    count, copy = rows * columns, rates[0]
+    source = torch.randn(rows, columns, device="cuda").bfloat16()
+    lines = [f"stream of {count / 2**20:.0f} M weights (bytes a weight): fraction of the copy, us"]
     nv = quant.nvfp4_quantize(source)
     codes_mx = quant.mxfp4_quantize(source)
     g = nv[2]
@@ -321,10 +329,10 @@ def times(quick: bool) -> list[str]:
     for name, (size, call) in streams.items():
         taken = seconds([call] * 4)
         lines.append(f"  {name:26} ({size:.2f})  {size * count / taken / copy:.2f}  {taken * 1e6:.0f}")
-    return lines + _linear_times(quick) + ([] if quick else _expert_times())
+    return lines
 
 
-def _linear_times(quick: bool) -> list[str]:
+def linear_times(quick: bool, rates: tuple[float, float]) -> list[str]:
     n = k = 8192
     copies = 9  # of 36 MiB of codes: more than four times the second-level cache
     weights = [quant.nvfp4_quantize(torch.randn(n, k, device="cuda").bfloat16()) for _ in range(copies)]
@@ -353,7 +361,7 @@ def _linear_times(quick: bool) -> list[str]:
     return lines
 
 
-def _expert_times() -> list[str]:
+def expert_times(quick: bool, rates: tuple[float, float]) -> list[str]:
     lines = ["experts of 384, top 8, hidden 7168, intermediate 256: us; times decoding all"]
     for tokens in (1, 2, 4, 64, 4096):
         parts = _experts(384, 7168, 256, tokens, 8)
@@ -374,15 +382,22 @@ def _expert_times() -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller tensors, fewer sizes")
-    parser.add_argument("--no-times", action="store_true")
+    parser.add_argument("--only", choices=("checks", "streams", "linear", "experts"), action="append")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    check_streams(arguments.quick)
-    check_products()
-    print(f"{len(failures)} checks failed" if failures else "every check passed")
-    print("\n".join(failures[:40]))
-    if not arguments.no_times:
-        print("\n".join(times(arguments.quick)))
+    only = arguments.only or ["checks", "streams", "linear", "experts"]
+    start = time.monotonic()
+    if "checks" in only:
+        check_streams(arguments.quick)
+        print(f"streams checked after {time.monotonic() - start:.0f} s", flush=True)
+        check_products()
+        print(f"{len(failures)} checks failed" if failures else "every check passed")
+        print("\n".join(failures[:40]))
+    rates = card_rates()
+    for name, measure in (("streams", stream_times), ("linear", linear_times), ("experts", expert_times)):
+        if name in only:
+            print("\n".join(measure(arguments.quick, rates)), flush=True)
+            print(f"{name} timed after {time.monotonic() - start:.0f} s", flush=True)
     return bool(failures)
 
 
