@@ -21,6 +21,7 @@ from .triton_elements import (
     e4m3_values,
     e5m2_values,
     e8m0_values,
+    float_bits,
     rounded_to,
     unpack_codes,
 )
@@ -287,4 +288,4 @@ def _six_bit_values(code, ELEMENT: tl.constexpr):
         magnitude = bits_float((code & 0x1F) << 20) * 8.507059173023462e37  # 2**126
     else:
         magnitude = bits_float((code & 0x1F) << 21) * 2.1267647932558654e37  # 2**124
-    return tl.where(code & 0x20 != 0, -magnitude, magnitude)
+    return bits_float(float_bits(magnitude) | ((code & 0x20) << 26))

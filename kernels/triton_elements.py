@@ -33,8 +33,14 @@ def bits_float(bits):
 
 @triton.jit
 def largest_magnitude(x, axis: tl.constexpr):
-    """amax along `axis`; NaN where there is one, whose bits are above infinity's."""
-    return bits_float(tl.max(float_bits(x) & _MAGNITUDE, axis))
+    """amax along `axis`; a NaN with no sign, whose bits are above infinity's, where there is one."""
+    return tl.reduce(tl.abs(x), axis, larger)
+
+
+@triton.jit
+def larger(a, b):
+    """The larger of two values; NaN where one is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -42,6 +48,9 @@ def widened(x):
     """A value as it is stored (float32, bfloat16, float16) to float32."""
     if x.dtype == tl.bfloat16:
         value = bits_float(x.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    elif x.dtype == tl.float16:  # a conversion may drop the sign of NaN, which its code keeps
+        sign = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16) & -2147483648
+        value = bits_float((float_bits(x.to(tl.float32)) & _MAGNITUDE) | sign)
     else:
         value = x.to(tl.float32)
     return value
@@ -130,10 +139,9 @@ def e2m1_rounded(q):
 
 
 @triton.jit
-def pack_codes(codes, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Codes `[ROWS, COLUMNS]` to bytes `[ROWS, COLUMNS / 2]`, the even column in the low nibble."""
-    low, high = tl.split(tl.reshape(codes, [ROWS, COLUMNS // 2, 2]))
-    return (low | (high << 4)).to(tl.uint8)
+def pack_words(codes):
+    """Codes `[ROWS, 8]` to words `[ROWS]` (int32), the first column in the lowest nibble."""
+    return tl.sum(codes << (4 * tl.arange(0, 8))[None, :], 1)
 
 
 @triton.jit

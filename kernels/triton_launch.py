@@ -60,6 +60,11 @@ def has_permute() -> bool:
     return torch.version.hip is None and not triton.knobs.runtime.interpret
 
 
+def has_packed_bfloat16(device: torch.device) -> bool:
+    """Whether kernels may use NVIDIA's arithmetic on pairs of bfloat16 (compute capability 9.0 and later)."""
+    return has_permute() and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def split_steps(steps: int, programs: int, device: torch.device) -> tuple[int, int]:
     """In how many parts a product's K goes so that few `programs` still fill the card, and the steps of a part.
 

@@ -28,15 +28,17 @@ from .triton_elements import (
     e4m3_values,
     e8m0_inverses,
     float_bits,
+    larger,
     largest_magnitude,
-    pack_codes,
+    pack_words,
     sign_limit,
     widened,
 )
 from .triton_launch import EXACT, flat_values, global_per_block, scale_shape, tile
 
-_TILE = tile(2048)  # weights a program: 16 a thread of 4 warps
-_SEARCH_TILE = tile(512)  # where candidates are tried in float64
+# A thread takes whole blocks, so that nothing of a block is computed twice and no value crosses threads.
+_ROWS = tile(128)  # blocks a program: one a thread of 4 warps
+_CANDIDATES = tl.constexpr(47)  # neighbours of the scale that `mse` tries
 _AMAX_TILE = tile(8192)
 _MX_RULES = (
     ScaleRule.FLOOR,
@@ -109,20 +111,18 @@ def _nvfp4_encode(w: Tensor, global_scale: Tensor, rule: str) -> tuple[Tensor, T
     codes, scales = _empty_nvfp4(w)
     g, per_global = global_per_block(global_scale, shape)
     blocks = shape.numel()
-    searched = rule in (ScaleRule.MSE, ScaleRule.FOUR_OVER_SIX)
-    rows = (_SEARCH_TILE if searched else _TILE) // NVFP4_BLOCK
     if blocks:
-        _nvfp4_kernel[(triton.cdiv(blocks, rows),)](
+        _nvfp4_kernel[(triton.cdiv(blocks, _ROWS),)](
             x,
             g,
-            codes,
+            codes.view(torch.int32),
             scales.view(torch.uint8),
             blocks,
             max(per_global, 1),
             RULE=rule,
             ZEROS=nvfp4.RULES[ScaleRule(rule)].zeros.value,
             ONE_GLOBAL=per_global == 0,
-            ROWS=rows,
+            ROWS=_ROWS,
             num_warps=4,
             **EXACT,
         )
@@ -145,18 +145,17 @@ def _mxfp4_encode(w: Tensor, rule: str) -> tuple[Tensor, Tensor]:
     x, blocks = flat_values(w), scale_shape(w.shape, MXFP4_BLOCK).numel()
     codes, scale_bytes = _empty_mxfp4(w)
     exponent, ties, zeros, min_byte = _MX_ROWS.get(ScaleRule(rule), (rule, "even", Zeros.SIGNED.value, 0))
-    rows = (_SEARCH_TILE if exponent == ScaleRule.MSE else _TILE) // MXFP4_BLOCK
     if blocks:
-        _mxfp4_kernel[(triton.cdiv(blocks, rows),)](
+        _mxfp4_kernel[(triton.cdiv(blocks, _ROWS),)](
             x,
-            codes,
+            codes.view(torch.int32),
             scale_bytes,
             blocks,
             RULE=exponent,
             TIES=ties,
             ZEROS=zeros,
             MIN_BYTE=min_byte,
-            ROWS=rows,
+            ROWS=_ROWS,
             num_warps=4,
             **EXACT,
         )
@@ -198,7 +197,7 @@ def _largest_kernel(x_ptr, bits_ptr, count, TILE: tl.constexpr):
 def _nvfp4_kernel(
     x_ptr,
     g_ptr,
-    codes_ptr,
+    words_ptr,
     scales_ptr,
     blocks,
     per_global,
@@ -209,38 +208,48 @@ def _nvfp4_kernel(
 ):
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     here = block < blocks
-    at = block[:, None] * 16 + tl.arange(0, 16)[None, :]
-    x = widened(tl.load(x_ptr + at, mask=here[:, None], other=0.0))
+    x0, x1 = _eight(x_ptr, block * 16, here), _eight(x_ptr, block * 16 + 8, here)
     if ONE_GLOBAL:
         g = tl.load(g_ptr) + tl.zeros([ROWS], tl.float32)
     else:
         g = tl.load(g_ptr + block // per_global, mask=here, other=1.0)
-    amax = largest_magnitude(x, 1)
+    amax = larger(largest_magnitude(x0, 1), largest_magnitude(x1, 1))
     byte = nvfp4_scale_bytes(amax, g, RULE)
-    codes = _nvfp4_codes(x, byte, g, RULE, ZEROS)
-    if RULE == "four_over_six":
-        least = _nvfp4_error(x, codes, byte, g)
-        other = nvfp4_scale_bytes(amax * 1.5, g, RULE)
-        found = _nvfp4_codes(x, other, g, RULE, ZEROS)
-        better = _nvfp4_error(x, found, other, g) < least
-        byte = tl.where(better, other, byte)
-        codes = tl.where(better[:, None], found, codes)
-    elif RULE == "mse":
-        least = _nvfp4_error(x, codes, byte, g)
+    word0, word1 = _nvfp4_words(x0, x1, byte, g, RULE, ZEROS)
+    if (RULE == "four_over_six") | (RULE == "mse"):
+        least = _nvfp4_error(x0, x1, word0, word1, byte, g)
         first = byte
-        for offset in range(-8, 39):
-            other = tl.minimum(tl.maximum(first + offset, 1), 126)
-            found = _nvfp4_codes(x, other, g, RULE, ZEROS)
-            error = _nvfp4_error(x, found, other, g)
+        for i in range(_CANDIDATES if RULE == "mse" else 1):
+            if RULE == "mse":
+                other = tl.minimum(tl.maximum(first + (i - 8), 1), 126)
+            else:
+                other = nvfp4_scale_bytes(amax * 1.5, g, RULE)
+            found0, found1 = _nvfp4_words(x0, x1, other, g, RULE, ZEROS)
+            error = _nvfp4_error(x0, x1, found0, found1, other, g)
             better = error < least
             byte = tl.where(better, other, byte)
-            codes = tl.where(better[:, None], found, codes)
+            word0 = tl.where(better, found0, word0)
+            word1 = tl.where(better, found1, word1)
             least = tl.where(better, error, least)
     elif RULE == "quark_f2f":
         byte = e4m3_bytes(tl.div_rn(e4m3_values(byte) * g, g))
-    packed = block[:, None] * 8 + tl.arange(0, 8)[None, :]
-    tl.store(codes_ptr + packed, pack_codes(codes, ROWS, 16), mask=here[:, None])
+    at = block[:, None] * 2 + tl.arange(0, 2)[None, :]
+    tl.store(words_ptr + at, tl.join(word0, word1), mask=here[:, None])
     tl.store(scales_ptr + block, byte.to(tl.uint8), mask=here)
+
+
+@triton.jit
+def _eight(x_ptr, first, here):
+    """Eight values from `first` `[ROWS]`, float32 `[ROWS, 8]`: 16 bytes of bfloat16, one read of a thread."""
+    at = first[:, None] + tl.arange(0, 8)[None, :]
+    return widened(tl.load(x_ptr + at, mask=here[:, None], other=0.0))
+
+
+@triton.jit
+def _nvfp4_words(x0, x1, byte, g, RULE: tl.constexpr, ZEROS: tl.constexpr):
+    """The two words of codes of blocks `x0`, `x1` `[ROWS, 8]`."""
+    word0 = pack_words(_nvfp4_codes(x0, byte, g, RULE, ZEROS))
+    return word0, pack_words(_nvfp4_codes(x1, byte, g, RULE, ZEROS))
 
 
 @triton.jit
@@ -281,17 +290,24 @@ def _nvfp4_codes(x, byte, g, RULE: tl.constexpr, ZEROS: tl.constexpr):
 
 
 @triton.jit
-def _nvfp4_error(x, codes, byte, g):
+def _nvfp4_error(x0, x1, word0, word1, byte, g):
     """Sum of squared errors of each block, float64."""
     step = (e4m3_values(byte) * g).to(tl.float64)
-    error = e2m1_values(codes).to(tl.float64) * step[:, None] - x.to(tl.float64)
+    return squared_error(x0, word0, step) + squared_error(x1, word1, step)
+
+
+@triton.jit
+def squared_error(x, word, step):
+    """Sum over `x` `[ROWS, 8]` of the squared error of its codes `word` times `step` `[ROWS]`, float64."""
+    values = e2m1_values(word[:, None] >> (4 * tl.arange(0, 8))[None, :] & 15)
+    error = values.to(tl.float64) * step[:, None] - x.to(tl.float64)
     return tl.sum(error * error, 1)
 
 
 @triton.jit
 def _mxfp4_kernel(
     x_ptr,
-    codes_ptr,
+    words_ptr,
     scales_ptr,
     blocks,
     RULE: tl.constexpr,
@@ -302,37 +318,53 @@ def _mxfp4_kernel(
 ):
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     here = block < blocks
-    at = block[:, None] * 32 + tl.arange(0, 32)[None, :]
-    x = widened(tl.load(x_ptr + at, mask=here[:, None], other=0.0))
-    amax = largest_magnitude(x, 1)
-    byte, codes = mxfp4_encode_tile(x, amax, RULE, TIES, ZEROS)
-    byte = tl.maximum(byte, MIN_BYTE)
-    packed = block[:, None] * 16 + tl.arange(0, 16)[None, :]
-    tl.store(codes_ptr + packed, pack_codes(codes, ROWS, 32), mask=here[:, None])
-    tl.store(scales_ptr + block, byte.to(tl.uint8), mask=here)
-
-
-@triton.jit
-def mxfp4_encode_tile(x, amax, RULE: tl.constexpr, TIES: tl.constexpr, ZEROS: tl.constexpr):
-    """Scale bytes `[ROWS]` and codes `[ROWS, 32]` (int32) of blocks `x` with maxima `amax`; as `mx.RULES`."""
+    x0, x1 = _eight(x_ptr, block * 32, here), _eight(x_ptr, block * 32 + 8, here)
+    x2, x3 = _eight(x_ptr, block * 32 + 16, here), _eight(x_ptr, block * 32 + 24, here)
+    amax = larger(largest_magnitude(x0, 1), largest_magnitude(x1, 1))
+    amax = larger(amax, larger(largest_magnitude(x2, 1), largest_magnitude(x3, 1)))
     byte = mxfp4_scale_bytes(amax, RULE)
     invalid = byte == 255
     divided = tl.where(byte == 0, 127, byte) if RULE == "torchao" else byte
-    codes = e2m1_codes(x * e8m0_inverses(divided)[:, None], x, sign_limit(invalid)[:, None], TIES, ZEROS)
+    word0, word1, word2, word3 = _mxfp4_words(x0, x1, x2, x3, divided, invalid, TIES, ZEROS)
     if RULE == "mse":
-        least = _mxfp4_error(x, codes, byte)
+        least = _mxfp4_error(x0, x1, x2, x3, word0, word1, word2, word3, byte)
         exponent = (float_bits(amax) >> 23) - 2
         first = byte
         for step in tl.static_range(2):
             other = tl.minimum(tl.maximum(exponent + (1 - 2 * step), 0), 252)
             other = tl.where(amax == 0, 0, tl.where(first == 255, 255, other))
-            found = e2m1_codes(x * e8m0_inverses(other)[:, None], x, sign_limit(invalid)[:, None], TIES, ZEROS)
-            error = _mxfp4_error(x, found, other)
+            found0, found1, found2, found3 = _mxfp4_words(x0, x1, x2, x3, other, invalid, TIES, ZEROS)
+            error = _mxfp4_error(x0, x1, x2, x3, found0, found1, found2, found3, other)
             better = error < least
             byte = tl.where(better, other, byte)
-            codes = tl.where(better[:, None], found, codes)
+            word0 = tl.where(better, found0, word0)
+            word1 = tl.where(better, found1, word1)
+            word2 = tl.where(better, found2, word2)
+            word3 = tl.where(better, found3, word3)
             least = tl.where(better, error, least)
-    return byte, codes
+    byte = tl.maximum(byte, MIN_BYTE)
+    at = block[:, None] * 4 + tl.arange(0, 4)[None, :]
+    words = tl.reshape(tl.join(tl.join(word0, word2), tl.join(word1, word3)), [ROWS, 4])
+    tl.store(words_ptr + at, words, mask=here[:, None])
+    tl.store(scales_ptr + block, byte.to(tl.uint8), mask=here)
+
+
+@triton.jit
+def _mxfp4_words(x0, x1, x2, x3, byte, invalid, TIES: tl.constexpr, ZEROS: tl.constexpr):
+    """The four words of codes of blocks `x0` to `x3` `[ROWS, 8]` under the scale bytes `byte`."""
+    inverse, limit = e8m0_inverses(byte)[:, None], sign_limit(invalid)[:, None]
+    word0 = pack_words(e2m1_codes(x0 * inverse, x0, limit, TIES, ZEROS))
+    word1 = pack_words(e2m1_codes(x1 * inverse, x1, limit, TIES, ZEROS))
+    word2 = pack_words(e2m1_codes(x2 * inverse, x2, limit, TIES, ZEROS))
+    return word0, word1, word2, pack_words(e2m1_codes(x3 * inverse, x3, limit, TIES, ZEROS))
+
+
+@triton.jit
+def _mxfp4_error(x0, x1, x2, x3, word0, word1, word2, word3, byte):
+    """Sum of squared errors of each block, float64; NaN for byte 255."""
+    step = tl.div_rn(tl.full(byte.shape, 1.0, tl.float32), e8m0_inverses(byte)).to(tl.float64)
+    error = squared_error(x0, word0, step) + squared_error(x1, word1, step)
+    return error + squared_error(x2, word2, step) + squared_error(x3, word3, step)
 
 
 @triton.jit
@@ -356,11 +388,3 @@ def mxfp4_scale_bytes(amax, RULE: tl.constexpr):
         byte = tl.minimum(tl.maximum(((bits + CARRY) >> 23) - 2, 0), 252)
     byte = tl.where(bits == 0, 0, byte)
     return tl.where(bits >= 0x7F800000, 255, byte)
-
-
-@triton.jit
-def _mxfp4_error(x, codes, byte):
-    """Sum of squared errors of each block, float64; NaN for byte 255."""
-    step = tl.div_rn(tl.full(byte.shape, 1.0, tl.float32), e8m0_inverses(byte)).to(tl.float64)
-    error = e2m1_values(codes).to(tl.float64) * step[:, None] - x.to(tl.float64)
-    return tl.sum(error * error, 1)
