@@ -2,7 +2,8 @@
 
     x_hat_mk = triton_activation.nvfp4_qdq_activation(x_mk, input_scale)
 
-A token whose global scale is its own largest magnitude is read twice by one program, the second time from the cache.
+A token whose global scale is its own largest magnitude is held by one program, or, where it is long, read twice, the
+second time from the cache.
 No value reaches the host, so a CUDA graph can hold the calls.
 """
 
@@ -30,7 +31,8 @@ from .triton_launch import EXACT, flat_values, global_per_block, scale_shape, ti
 from .triton_quantize import mxfp4_scale_bytes
 
 _TILE = tile(2048)  # values a program
-_ROW_TILE = 2048  # values of a token at a time
+_ROW_TILE = 2048  # values of a token at a time, where it has more than a program holds
+_WHOLE_ROW = 8192  # values of a token that a program of 8 warps holds
 
 
 def nvfp4_qdq_activation(x: Tensor, global_scale: Tensor | None = None, *, own_where_nan: bool = False) -> Tensor:
@@ -70,8 +72,11 @@ def _nvfp4_qdq(x: Tensor, global_scale: Tensor | None, own: bool) -> Tensor:
     if not values.numel():
         return out.to(x.dtype)
     if own:
-        options = {"HAS_GLOBAL": global_scale is not None, "ONE_GLOBAL": shared, "BLOCKS": _ROW_TILE // NVFP4_BLOCK}
-        _nvfp4_row_kernel[(rows,)](values, g, out, k, **options, num_warps=4, **EXACT)
+        whole = k <= _WHOLE_ROW
+        width = triton.next_power_of_2(k) if whole else _ROW_TILE
+        options = {"HAS_GLOBAL": global_scale is not None, "ONE_GLOBAL": shared, "BLOCKS": width // NVFP4_BLOCK}
+        kernel = _nvfp4_whole_row_kernel if whole else _nvfp4_row_kernel
+        kernel[(rows,)](values, g, out, k, **options, num_warps=min(max(width // 1024, 1), 8), **EXACT)
     else:
         blocks = values.numel() // NVFP4_BLOCK
         tiles = _TILE // NVFP4_BLOCK
@@ -138,6 +143,22 @@ def _nvfp4_row_kernel(
         x = widened(tl.load(x_ptr + row * k + start + at, mask=here, other=0.0))
         out = nvfp4_round_tile(x, g)
         tl.store(out_ptr + row * k + start + at, rounded_to(out, out_ptr.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _nvfp4_whole_row_kernel(
+    x_ptr, g_ptr, out_ptr, k, HAS_GLOBAL: tl.constexpr, ONE_GLOBAL: tl.constexpr, BLOCKS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCKS)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    x = widened(tl.load(x_ptr + row * k + at, mask=at < k, other=0.0))
+    amax = largest_magnitude(x, 1)
+    g = nvfp4_own_global(largest_magnitude(amax, 0))
+    if HAS_GLOBAL:
+        given = tl.load(g_ptr) if ONE_GLOBAL else tl.load(g_ptr + row)
+        g = tl.where(given == given, given, g)
+    out = nvfp4_round_tile(x, g + tl.zeros([BLOCKS], tl.float32))
+    tl.store(out_ptr + row * k + at, rounded_to(out, out_ptr.dtype.element_ty), mask=at < k)
 
 
 @triton.jit

@@ -84,7 +84,7 @@ def e2m1_magnitude_codes(q, TIES: tl.constexpr):
     if TIES == "even":
         t = tl.minimum(tl.fma(a, 2.0, _INTEGERS), a + (_INTEGERS + 2.0))
         t = tl.minimum(t, tl.fma(a, 0.5, _INTEGERS + 4.0))
-        code = float_bits(tl.minimum(t, _INTEGERS + 7.0)) & 7
+        code = tl.minimum(t.to(tl.uint32, bitcast=True) - 0x4B000000, 7).to(tl.int32, bitcast=True)
     elif TIES == "zero":
         code = (a > 0.25).to(tl.int32) + (a > 0.75).to(tl.int32) + (a > 1.25).to(tl.int32) + (a > 1.75).to(tl.int32)
         code += (a > 2.5).to(tl.int32) + (a > 3.5).to(tl.int32) + (a > 5.0).to(tl.int32)
@@ -198,7 +198,10 @@ def e8m0_inverses(byte):
 
 @triton.jit
 def divisor(d):
-    """What `divide` needs of a divisor `d` >= 0: its significand m, 1 / m, and the power of two s with m = d * s."""
+    """What `divide` needs of a divisor `d` >= 0: its significand m, 1 / m, and the power of two s with m = d * s.
+
+    A dividend is multiplied by s first: x / d = (x * s) / m.
+    """
     exponent = float_bits(d) >> 23
     scale = bits_float(tl.minimum(tl.maximum(254 - exponent, 1), 254) << 23)
     infinite = d == float("inf")  # x / inf is 0, also where infinity's own significand would give NaN
@@ -207,13 +210,12 @@ def divisor(d):
 
 
 @triton.jit
-def divide(x, m, inverse, scale):
-    """x / (m / scale), near enough to the float32 quotient that E2M1 rounds both alike.
+def divide(y, m, inverse):
+    """y / m, near enough to the float32 quotient that E2M1 rounds both alike. inverse: 1 / m, rounded to nearest.
 
     The product with the reciprocal is within two units in the last place; its remainder, taken by one fused
     multiply-add, corrects it. Where the result could still differ from the quotient, which matters only at E2M1's seven
     midpoints, it was compared for all 2**23 significands; the GPU check repeats that.
     """
-    y = x * scale
     q = y * inverse
-    return tl.fma(tl.fma(-q, m, y), inverse, q)
+    return tl.fma(tl.fma(q, -m, y), inverse, q)  # a change of sign of q would be an instruction a value

@@ -29,6 +29,7 @@ from .triton_elements import (
     widened,
 )
 from .triton_launch import bytes_of, check_scales, flat_values, global_per_block, has_packed_bfloat16, scale_shape, tile
+from .triton_pairs import SHIFT_LEFT_16, e4m3_pair_values, four_words, larger_of_pair, larger_pairs, largest_pair
 from .triton_quantize import mxfp4_scale_bytes
 from .triton_requant import TABLE_WORTH, global_number, requant_block, requant_tables, runs_of_globals
 
@@ -53,10 +54,7 @@ def error_sums(
     scale_shape(w.shape, MXFP4_BLOCK)
     if check_scales(packed, scales, NVFP4_BLOCK) != w.shape:
         raise ValueError(f"codes {tuple(packed.shape)} are not those of weights {tuple(w.shape)}")
-    found = torch.ops.workbench_kernels.error_sums(w, packed, scales.view(torch.uint8), global_scale, rule.value)
-    w_w, e1_e1, e2_e2, w_e1, w_e2, e1_e2, direct = found.unbind()
-    e_e = e1_e1 + 2 * e1_e2 + e2_e2
-    return torch.stack((w_w, e1_e1, e2_e2, e_e, w_e1, w_e2, e1_e2, w_w + w_e1 + w_e2, direct))
+    return torch.ops.workbench_kernels.error_sums(w, packed, scales.view(torch.uint8), global_scale, rule.value)
 
 
 @torch.library.custom_op("workbench_kernels::error_sums", mutates_args=())
@@ -64,7 +62,8 @@ def _error_sums(w: Tensor, packed: Tensor, scales: Tensor, global_scale: Tensor,
     words = w.dtype == torch.bfloat16
     blocks, rows = w.numel() // MXFP4_BLOCK, _ROWS if words else _TILE // MXFP4_BLOCK
     programs = triton.cdiv(blocks, rows * _TILES)
-    partial = torch.zeros((programs, _MEASURED), dtype=torch.float64, device=w.device)
+    partial = torch.empty((programs, _MEASURED), dtype=torch.float64, device=w.device)
+    sums = torch.empty((len(SUMS),), dtype=torch.float64, device=w.device)
     if blocks and words:
         g, per_global = runs_of_globals(global_scale, scales.shape)
         tabled = scales.numel() < 1 << 31 and (per_global or scales.numel()) >= TABLE_WORTH
@@ -79,10 +78,12 @@ def _error_sums(w: Tensor, packed: Tensor, scales: Tensor, global_scale: Tensor,
             partial,
             blocks,
             max(per_global, 1),
+            SHIFT_LEFT_16,
             RULE=rule,
             ONE_GLOBAL=per_global == 0,
             TABLED=tabled,
             PACKED=has_packed_bfloat16(w.device),
+            WHOLE=blocks % (rows * _TILES) == 0,
             ROWS=rows,
             TILES=_TILES,
             num_warps=4,
@@ -103,12 +104,13 @@ def _error_sums(w: Tensor, packed: Tensor, scales: Tensor, global_scale: Tensor,
             TILES=_TILES,
             num_warps=4,
         )
-    return partial.sum(0)
+    _finish_kernel[(1,)](partial, sums, programs, PARTS=512, num_warps=8)
+    return sums
 
 
 @_error_sums.register_fake
 def _(w: Tensor, packed: Tensor, scales: Tensor, global_scale: Tensor, rule: str) -> Tensor:
-    return w.new_empty((_MEASURED,), dtype=torch.float64)
+    return w.new_empty((len(SUMS),), dtype=torch.float64)
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
@@ -171,6 +173,33 @@ def _error_kernel(
 
 
 @triton.jit
+def _finish_kernel(partial_ptr, sums_ptr, programs, PARTS: tl.constexpr):
+    """SUMS from the programs' parts `[programs, 7]`."""
+    total = tl.zeros([PARTS, 8], tl.float64)
+    column = tl.arange(0, 8)[None, :]
+    for first in range(0, programs, PARTS):
+        part = first + tl.arange(0, PARTS)[:, None]
+        total += tl.load(partial_ptr + part * 7 + column, mask=(part < programs) & (column < 7), other=0.0)
+    total = tl.sum(total, 0)
+    measured = tl.arange(0, 8)
+    w_w = tl.sum(tl.where(measured == 0, total, 0.0), 0)
+    e1_e1 = tl.sum(tl.where(measured == 1, total, 0.0), 0)
+    e2_e2 = tl.sum(tl.where(measured == 2, total, 0.0), 0)
+    w_e1 = tl.sum(tl.where(measured == 3, total, 0.0), 0)
+    w_e2 = tl.sum(tl.where(measured == 4, total, 0.0), 0)
+    e1_e2 = tl.sum(tl.where(measured == 5, total, 0.0), 0)
+    tl.store(sums_ptr, w_w)
+    tl.store(sums_ptr + 1, e1_e1)
+    tl.store(sums_ptr + 2, e2_e2)
+    tl.store(sums_ptr + 3, e1_e1 + 2 * e1_e2 + e2_e2)
+    tl.store(sums_ptr + 4, w_e1)
+    tl.store(sums_ptr + 5, w_e2)
+    tl.store(sums_ptr + 6, e1_e2)
+    tl.store(sums_ptr + 7, w_w + w_e1 + w_e2)
+    tl.store(sums_ptr + 8, tl.sum(tl.where(measured == 6, total, 0.0), 0))
+
+
+@triton.jit
 def _rounding_error(x, RULE: tl.constexpr):
     """MXFP4(x) - x of blocks `x` `[ROWS, 32]`, float32."""
     byte = mxfp4_scale_bytes(largest_magnitude(x, 1), RULE)
@@ -200,10 +229,12 @@ def _error_words_kernel(
     partial_ptr,
     blocks,
     per_global,
+    by,
     RULE: tl.constexpr,
     ONE_GLOBAL: tl.constexpr,
     TABLED: tl.constexpr,
     PACKED: tl.constexpr,
+    WHOLE: tl.constexpr,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
 ):
@@ -212,27 +243,28 @@ def _error_words_kernel(
     All of an element's numbers are taken times the sign of its code, which no sum notices.
     """
     program = tl.program_id(0).to(tl.int64)
-    w_w = tl.zeros([ROWS], tl.float64)
-    e1_e1 = w_w
-    e2_e2 = w_w
-    w_e1 = w_w
-    w_e2 = w_w
-    e1_e2 = w_w
-    direct = w_w
+    zero = tl.zeros([ROWS], tl.float32)
+    sums = (zero, zero, zero, zero, zero, zero)
+    direct = tl.zeros([ROWS], tl.float64)
     for i in range(TILES):
         tile = program * TILES + i
         block = tile * ROWS + tl.arange(0, ROWS)
         here = block < blocks
         at = block[:, None] * 4 + tl.arange(0, 4)[None, :]
-        codes = tl.reshape(tl.load(words_ptr + at, mask=here[:, None], other=0), [ROWS, 2, 2])
         half = block[:, None] * 2 + tl.arange(0, 2)[None, :]
-        scale = tl.load(scales_ptr + half, mask=here[:, None], other=0).to(tl.int32)
+        if WHOLE:
+            codes = tl.load(words_ptr + at)
+            scale = tl.load(scales_ptr + half).to(tl.int32)
+        else:
+            codes = tl.load(words_ptr + at, mask=here[:, None], other=0)
+            scale = tl.load(scales_ptr + half, mask=here[:, None], other=0).to(tl.int32)
+        codes = tl.reshape(codes, [ROWS, 2, 2])
         table = global_number(block, tile, ROWS, here, per_global, ONE_GLOBAL, TABLED)
         even, odd = tl.split(codes)
         byte, low, high = requant_block(
             even, odd, scale, g_ptr, table, exponents_ptr, values_ptr, RULE, TABLED, PACKED, True
         )
-        step = e4m3_values(scale) * tl.load(g_ptr + table)
+        step = e4m3_pair_values(scale, PACKED) * tl.load(g_ptr + table)
         size = e8m0_values(byte)[:, None]  # of b, with the sign of the step of a
         size = bits_float((float_bits(size) & 0x7FFFFFFF) | (float_bits(step) & -2147483648))
         step0, step1 = tl.split(step)
@@ -241,87 +273,71 @@ def _error_words_kernel(
         high0, high1 = tl.split(high)
         word0, word2 = tl.split(even)
         word1, word3 = tl.split(odd)
-        x0, x1, x2, x3 = _four_words(x_ptr, block * 16, here)
-        x4, x5, x6, x7 = _four_words(x_ptr, block * 16 + 4, here)
-        x8, x9, x10, x11 = _four_words(x_ptr, block * 16 + 8, here)
-        x12, x13, x14, x15 = _four_words(x_ptr, block * 16 + 12, here)
-        most = _larger_pairs(_largest_pair(x0, x1, x2, x3, PACKED), _largest_pair(x4, x5, x6, x7, PACKED), PACKED)
-        rest = _larger_pairs(_largest_pair(x8, x9, x10, x11, PACKED), _largest_pair(x12, x13, x14, x15, PACKED), PACKED)
-        most = _larger_pairs(most, rest, PACKED)
-        own = mxfp4_scale_bytes(bits_float(tl.maximum(most & 0xFFFF, most >> 16) << 16), RULE)
-        zero = tl.zeros([ROWS], tl.float32)
-        sums = (zero, zero, zero, zero, zero, zero, zero)
-        sums = _eight_errors(sums, x0, x1, x2, x3, word0, low0, high0, step0, size0, own, PACKED)
-        sums = _eight_errors(sums, x4, x5, x6, x7, word1, low0, high0, step0, size0, own, PACKED)
-        sums = _eight_errors(sums, x8, x9, x10, x11, word2, low1, high1, step1, size1, own, PACKED)
-        sums = _eight_errors(sums, x12, x13, x14, x15, word3, low1, high1, step1, size1, own, PACKED)
-        w_w += sums[0].to(tl.float64)
-        e1_e1 += sums[1].to(tl.float64)
-        e2_e2 += sums[2].to(tl.float64)
-        w_e1 += sums[3].to(tl.float64)
-        w_e2 += sums[4].to(tl.float64)
-        e1_e2 += sums[5].to(tl.float64)
+        x0, x1, x2, x3 = four_words(x_ptr, block * 16, here, WHOLE)
+        x4, x5, x6, x7 = four_words(x_ptr, block * 16 + 4, here, WHOLE)
+        x8, x9, x10, x11 = four_words(x_ptr, block * 16 + 8, here, WHOLE)
+        x12, x13, x14, x15 = four_words(x_ptr, block * 16 + 12, here, WHOLE)
+        most = larger_pairs(largest_pair(x0, x1, x2, x3, PACKED), largest_pair(x4, x5, x6, x7, PACKED), PACKED)
+        rest = larger_pairs(largest_pair(x8, x9, x10, x11, PACKED), largest_pair(x12, x13, x14, x15, PACKED), PACKED)
+        most = larger_pairs(most, rest, PACKED)
+        own = mxfp4_scale_bytes(larger_of_pair(most), RULE)
+        found = sums + (tl.zeros([ROWS], tl.float32),)
+        found = _eight_errors(found, x0, x1, x2, x3, word0, low0, high0, step0, size0, own, by, RULE, PACKED)
+        found = _eight_errors(found, x4, x5, x6, x7, word1, low0, high0, step0, size0, own, by, RULE, PACKED)
+        found = _eight_errors(found, x8, x9, x10, x11, word2, low1, high1, step1, size1, own, by, RULE, PACKED)
+        w_w, e1_e1, e2_e2, w_e1, w_e2, e1_e2, square = _eight_errors(
+            found, x12, x13, x14, x15, word3, low1, high1, step1, size1, own, by, RULE, PACKED
+        )
+        sums = (w_w, e1_e1, e2_e2, w_e1, w_e2, e1_e2)
         unit = e8m0_values(own).to(tl.float64)
-        direct += tl.where(here, sums[6].to(tl.float64) * unit * unit, 0.0)
+        square = square.to(tl.float64) * unit * unit
+        direct += square if WHOLE else tl.where(here, square, 0.0)
     out = partial_ptr + program * 7
-    tl.store(out, tl.sum(w_w, 0))
-    tl.store(out + 1, tl.sum(e1_e1, 0))
-    tl.store(out + 2, tl.sum(e2_e2, 0))
-    tl.store(out + 3, tl.sum(w_e1, 0))
-    tl.store(out + 4, tl.sum(w_e2, 0))
-    tl.store(out + 5, tl.sum(e1_e2, 0))
+    tl.store(out, tl.sum(sums[0].to(tl.float64), 0))
+    tl.store(out + 1, tl.sum(sums[1].to(tl.float64), 0))
+    tl.store(out + 2, tl.sum(sums[2].to(tl.float64), 0))
+    tl.store(out + 3, tl.sum(sums[3].to(tl.float64), 0))
+    tl.store(out + 4, tl.sum(sums[4].to(tl.float64), 0))
+    tl.store(out + 5, tl.sum(sums[5].to(tl.float64), 0))
     tl.store(out + 6, tl.sum(direct, 0))
 
 
 @triton.jit
-def _four_words(x_ptr, first, here):
-    """Four words from `first` `[ROWS]` on: 16 bytes, one read of a thread."""
-    at = first[:, None] + tl.arange(0, 4)[None, :]
-    x = tl.reshape(tl.load(x_ptr + at, mask=here[:, None], other=0), [here.shape[0], 2, 2])
-    even, odd = tl.split(x)
-    x0, x2 = tl.split(even)
-    x1, x3 = tl.split(odd)
-    return x0, x1, x2, x3
-
-
-@triton.jit
-def _largest_pair(x0, x1, x2, x3, PACKED: tl.constexpr):
-    """Largest magnitudes, as bits, of the lower and of the upper halves of four words."""
-    m: tl.constexpr = 0x7FFF7FFF
-    return _larger_pairs(_larger_pairs(x0 & m, x1 & m, PACKED), _larger_pairs(x2 & m, x3 & m, PACKED), PACKED)
-
-
-@triton.jit
-def _larger_pairs(a, b, PACKED: tl.constexpr):
-    if PACKED:
-        largest = tl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
-    else:
-        largest = tl.maximum(a & 0xFFFF, b & 0xFFFF) | (tl.maximum(a >> 16, b >> 16) << 16)
-    return largest
-
-
-@triton.jit
-def _eight_errors(sums, x0, x1, x2, x3, word, low, high, step, size, own, PACKED: tl.constexpr):
+def _eight_errors(sums, x0, x1, x2, x3, word, low, high, step, size, own, by, RULE: tl.constexpr, PACKED: tl.constexpr):
     """`sums` and those of eight weights: `x0` to `x3` bfloat16 pairs, `word` their codes.
 
     low, high: values of b by a's magnitude codes, E5M2; step, size: the steps of a and b; own: the E8M0 byte of d.
+    by: 2**16.
     """
-    a0, a1, a2, a3, a4, a5, a6, a7 = _magnitudes(word, 0x3E3C3800, 0x46444240, PACKED)
-    b0, b1, b2, b3, b4, b5, b6, b7 = _magnitudes(word, low, high, PACKED)
+    if PACKED:
+        a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7 = _packed_magnitudes(word, low, high)
+        # A byte under the exponent of 2**23 is 2**23 and twice the magnitude; a multiply-add takes the 2**23 off again,
+        # and what it rounds is the product alone.
+        by_half = step * 0.5
+        off = by_half * -8388608.0
+        a0, a1 = tl.fma(bits_float(a0), by_half, off), tl.fma(bits_float(a1), by_half, off)
+        a2, a3 = tl.fma(bits_float(a2), by_half, off), tl.fma(bits_float(a3), by_half, off)
+        a4, a5 = tl.fma(bits_float(a4), by_half, off), tl.fma(bits_float(a5), by_half, off)
+        a6, a7 = tl.fma(bits_float(a6), by_half, off), tl.fma(bits_float(a7), by_half, off)
+    else:
+        a0, a1, a2, a3, a4, a5, a6, a7 = _magnitudes(word, 0x3E3C3800, 0x46444240)
+        a0, a1, a2, a3 = a0 * step, a1 * step, a2 * step, a3 * step
+        a4, a5, a6, a7 = a4 * step, a5 * step, a6 * step, a7 * step
+        b0, b1, b2, b3, b4, b5, b6, b7 = _magnitudes(word, low, high)
     s0, s1, s2, s3 = _signs(word, PACKED)
-    sums = _pair_errors(sums, x0, s0, a0, a1, b0, b1, step, size, own, PACKED)
-    sums = _pair_errors(sums, x1, s1, a2, a3, b2, b3, step, size, own, PACKED)
-    sums = _pair_errors(sums, x2, s2, a4, a5, b4, b5, step, size, own, PACKED)
-    return _pair_errors(sums, x3, s3, a6, a7, b6, b7, step, size, own, PACKED)
+    sums = _pair_errors(sums, x0, s0, a0, a1, b0, b1, size, own, by, RULE, PACKED)
+    sums = _pair_errors(sums, x1, s1, a2, a3, b2, b3, size, own, by, RULE, PACKED)
+    sums = _pair_errors(sums, x2, s2, a4, a5, b4, b5, size, own, by, RULE, PACKED)
+    return _pair_errors(sums, x3, s3, a6, a7, b6, b7, size, own, by, RULE, PACKED)
 
 
 @triton.jit
-def _pair_errors(sums, x, signs, a0, a1, b0, b1, step, size, own, PACKED: tl.constexpr):
-    d0, d1 = _direct_errors(x & 0x7FFF7FFF, own, PACKED)
+def _pair_errors(sums, x, signs, a0, a1, b0, b1, size, own, by, RULE: tl.constexpr, PACKED: tl.constexpr):
+    d0, d1 = _direct_errors(x, own, by, RULE, PACKED)
     x = x ^ (signs & -2147450880)  # 0x80008000
-    w0, w1 = bits_float(x << 16), bits_float(x & -65536)
-    sums = _one_error(sums, w0, a0 * step, b0 * size, d0)
-    return _one_error(sums, w1, a1 * step, b1 * size, d1)
+    w0, w1 = bits_float(x * by), bits_float(x & -65536)
+    sums = _one_error(sums, w0, a0, b0 * size, d0)
+    return _one_error(sums, w1, a1, b1 * size, d1)
 
 
 @triton.jit
@@ -367,54 +383,76 @@ def _signs(word, PACKED: tl.constexpr):
 
 
 @triton.jit
-def _magnitudes(word, low, high, PACKED: tl.constexpr):
+def _packed_magnitudes(word, low, high):
+    """The eight codes as 2**23 plus twice their E2M1 magnitudes (bits), and through a table of E5M2 bytes (float32)."""
+    a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7 = tl.inline_asm_elementwise(
+        """{
+        .reg .b32 s, t, a, p;
+        .reg .b16 l, h;
+        and.b32 s, $16, 0x77777777;
+        shr.u32 t, s, 16;
+        prmt.b32 a, 0x03020100, 0x0C080604, s;
+        prmt.b32 $0, a, 0x4B000000, 0x7440;
+        prmt.b32 $1, a, 0x4B000000, 0x7441;
+        prmt.b32 $2, a, 0x4B000000, 0x7442;
+        prmt.b32 $3, a, 0x4B000000, 0x7443;
+        prmt.b32 a, 0x03020100, 0x0C080604, t;
+        prmt.b32 $4, a, 0x4B000000, 0x7440;
+        prmt.b32 $5, a, 0x4B000000, 0x7441;
+        prmt.b32 $6, a, 0x4B000000, 0x7442;
+        prmt.b32 $7, a, 0x4B000000, 0x7443;
+        prmt.b32 a, $17, $18, s;
+        prmt.b32 p, a, 0, 0x1404;
+        mov.b32 {l, h}, p;
+        cvt.f32.f16 $8, l;
+        cvt.f32.f16 $9, h;
+        prmt.b32 p, a, 0, 0x3424;
+        mov.b32 {l, h}, p;
+        cvt.f32.f16 $10, l;
+        cvt.f32.f16 $11, h;
+        prmt.b32 a, $17, $18, t;
+        prmt.b32 p, a, 0, 0x1404;
+        mov.b32 {l, h}, p;
+        cvt.f32.f16 $12, l;
+        cvt.f32.f16 $13, h;
+        prmt.b32 p, a, 0, 0x3424;
+        mov.b32 {l, h}, p;
+        cvt.f32.f16 $14, l;
+        cvt.f32.f16 $15, h;
+        }""",
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,r,r,r",
+        [word, low, high],
+        dtype=(
+            tl.int32,
+            tl.int32,
+            tl.int32,
+            tl.int32,
+            tl.int32,
+            tl.int32,
+            tl.int32,
+            tl.int32,
+            tl.float32,
+            tl.float32,
+            tl.float32,
+            tl.float32,
+            tl.float32,
+            tl.float32,
+            tl.float32,
+            tl.float32,
+        ),
+        is_pure=True,
+        pack=1,
+    )
+    return a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7
+
+
+@triton.jit
+def _magnitudes(word, low, high):
     """The eight codes' magnitudes, float32, through a table of eight E5M2 bytes."""
-    if PACKED:
-        m0, m1, m2, m3, m4, m5, m6, m7 = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 s, a, b, p;
-            .reg .b16 l, h;
-            and.b32 s, $8, 0x77777777;
-            prmt.b32 a, $9, $10, s;
-            shr.u32 s, s, 16;
-            prmt.b32 b, $9, $10, s;
-            prmt.b32 p, a, 0, 0x1404;
-            mov.b32 {l, h}, p;
-            cvt.f32.f16 $0, l;
-            cvt.f32.f16 $1, h;
-            prmt.b32 p, a, 0, 0x3424;
-            mov.b32 {l, h}, p;
-            cvt.f32.f16 $2, l;
-            cvt.f32.f16 $3, h;
-            prmt.b32 p, b, 0, 0x1404;
-            mov.b32 {l, h}, p;
-            cvt.f32.f16 $4, l;
-            cvt.f32.f16 $5, h;
-            prmt.b32 p, b, 0, 0x3424;
-            mov.b32 {l, h}, p;
-            cvt.f32.f16 $6, l;
-            cvt.f32.f16 $7, h;
-            }""",
-            "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,r,r,r",
-            [word, low, high],
-            dtype=(
-                tl.float32,
-                tl.float32,
-                tl.float32,
-                tl.float32,
-                tl.float32,
-                tl.float32,
-                tl.float32,
-                tl.float32,
-            ),
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        m0, m1 = _magnitude(word, low, high), _magnitude(word >> 4, low, high)
-        m2, m3 = _magnitude(word >> 8, low, high), _magnitude(word >> 12, low, high)
-        m4, m5 = _magnitude(word >> 16, low, high), _magnitude(word >> 20, low, high)
-        m6, m7 = _magnitude(word >> 24, low, high), _magnitude(word >> 28, low, high)
+    m0, m1 = _magnitude(word, low, high), _magnitude(word >> 4, low, high)
+    m2, m3 = _magnitude(word >> 8, low, high), _magnitude(word >> 12, low, high)
+    m4, m5 = _magnitude(word >> 16, low, high), _magnitude(word >> 20, low, high)
+    m6, m7 = _magnitude(word >> 24, low, high), _magnitude(word >> 28, low, high)
     return m0, m1, m2, m3, m4, m5, m6, m7
 
 
@@ -425,35 +463,57 @@ def _magnitude(word, low, high):
 
 
 @triton.jit
-def _direct_errors(x, byte, PACKED: tl.constexpr):
-    """MXFP4(x) - x of a pair of magnitudes, in units of the E8M0 scale `byte`, float32."""
+def _direct_errors(x, byte, by, RULE: tl.constexpr, PACKED: tl.constexpr):
+    """MXFP4(x) - x of a pair, whatever its sign, in units of the E8M0 scale `byte`, float32.
+
+    A quotient's binade m times 96 added and taken off again leaves one bit of mantissa. by: 2**16.
+    """
     if PACKED:  # the quotient, its rounding and the error are all exact in bfloat16; `_nearest` for two
         inverse = tl.where(byte == 255, 0x7FC0, (254 - byte) << 7)
-        d0, d1 = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 q, m, h, one, six;
-            mov.b32 one, 0x3F803F80;
-            mov.b32 six, 0x40C040C0;
-            mul.rn.bf16x2 q, $2, $3;
-            and.b32 m, q, 0x7F807F80;
-            max.u16x2 m, m, one;
-            add.u32 m, m, 0x03400340;
-            add.rn.bf16x2 h, q, m;
-            sub.rn.bf16x2 h, h, m;
-            min.bf16x2 h, h, six;
-            sub.rn.bf16x2 h, h, q;
-            shl.b32 $0, h, 16;
-            and.b32 $1, h, 0xFFFF0000;
-            }""",
-            "=&r,=&r,r,r",
-            [x, inverse | (inverse << 16)],
-            dtype=(tl.int32, tl.int32),
-            is_pure=True,
-            pack=1,
-        )
+        inverse |= inverse << 16
+        if RULE == "floor":  # the only rule under which a quotient rounds to 8
+            d0, d1 = tl.inline_asm_elementwise(
+                """{
+                .reg .b32 q, m, h;
+                abs.bf16x2 q, $2;
+                mul.rn.bf16x2 q, q, $3;
+                and.b32 m, q, 0x7F807F80;
+                max.u16x2 m, m, $4;
+                fma.rn.bf16x2 h, m, $5, q;
+                fma.rn.bf16x2 h, m, $6, h;
+                min.bf16x2 h, h, $8;
+                sub.rn.bf16x2 h, h, q;
+                mul.lo.u32 $0, h, $7;
+                and.b32 $1, h, 0xFFFF0000;
+                }""",
+                "=&r,=&r,r,r,r,r,r,r,r",
+                [x, inverse, 0x3F803F80, 0x42C042C0, -0x3D3F3D40, by, 0x40C040C0],
+                dtype=(tl.int32, tl.int32),
+                is_pure=True,
+                pack=1,
+            )
+        else:
+            d0, d1 = tl.inline_asm_elementwise(
+                """{
+                .reg .b32 q, m, h;
+                mul.rn.bf16x2 q, $2, $3;
+                and.b32 m, q, 0x7F807F80;
+                max.u16x2 m, m, $4;
+                fma.rn.bf16x2 h, m, $5, q;
+                fma.rn.bf16x2 h, m, $6, h;
+                sub.rn.bf16x2 h, h, q;
+                mul.lo.u32 $0, h, $7;
+                and.b32 $1, h, 0xFFFF0000;
+                }""",
+                "=&r,=&r,r,r,r,r,r,r",
+                [x, inverse, 0x3F803F80, 0x42C042C0, -0x3D3F3D40, by],
+                dtype=(tl.int32, tl.int32),
+                is_pure=True,
+                pack=1,
+            )
         d0, d1 = bits_float(d0), bits_float(d1)
     else:
-        q0 = bits_float(x << 16) * e8m0_inverses(byte)
-        q1 = bits_float(x & -65536) * e8m0_inverses(byte)
+        q0 = tl.abs(bits_float(x << 16)) * e8m0_inverses(byte)
+        q1 = tl.abs(bits_float(x & -65536)) * e8m0_inverses(byte)
         d0, d1 = _nearest(q0) - q0, _nearest(q1) - q1
     return d0, d1

@@ -24,11 +24,11 @@ from workbench.kernels import (
     triton_scaled_dot,
 )
 
-BYTES, FLOATS, HALVES = "*u8", "*fp32", "*bf16"
+BYTES, FLOATS, HALVES, WORDS = "*u8", "*fp32", "*bf16", "*i32"
 ENCODE = {
     "x_ptr": HALVES,
     "g_ptr": FLOATS,
-    "codes_ptr": BYTES,
+    "words_ptr": WORDS,
     "scales_ptr": BYTES,
     "blocks": "i64",
     "per_global": "i32",
@@ -43,12 +43,13 @@ DECODE = {
 }
 ROUND = {"x_ptr": HALVES, "g_ptr": FLOATS, "out_ptr": HALVES, "blocks": "i64", "per_global": "i32"}
 NVFP4 = {"ZEROS": "signed", "ONE_GLOBAL": True}
-MXFP4 = {"TIES": "even", "ZEROS": "signed", "MIN_BYTE": 0, "ROWS": 64}
+MXFP4 = {"TIES": "even", "ZEROS": "signed", "MIN_BYTE": 0, "ROWS": 128}
+PAIRS = {"x_ptr": WORDS, "words_ptr": WORDS, "exponents_ptr": "*i16", "codes_ptr": "*i64", "values_ptr": "*i64"}
 STREAMS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
     "largest": (triton_quantize._largest_kernel, {"x_ptr": HALVES, "bits_ptr": "*i32", "count": "i64"}, {"TILE": 8192}),
     "nvfp4 quantize": (triton_quantize._nvfp4_kernel, ENCODE, {**NVFP4, "RULE": "amax", "ROWS": 128}),
-    "nvfp4 mse": (triton_quantize._nvfp4_kernel, ENCODE, {**NVFP4, "RULE": "mse", "ROWS": 32}),
-    "nvfp4 four over six": (triton_quantize._nvfp4_kernel, ENCODE, {**NVFP4, "RULE": "four_over_six", "ROWS": 32}),
+    "nvfp4 mse": (triton_quantize._nvfp4_kernel, ENCODE, {**NVFP4, "RULE": "mse", "ROWS": 128}),
+    "nvfp4 four over six": (triton_quantize._nvfp4_kernel, ENCODE, {**NVFP4, "RULE": "four_over_six", "ROWS": 128}),
     "mxfp4 quantize": (triton_quantize._mxfp4_kernel, ENCODE, {**MXFP4, "RULE": "even"}),
     "mxfp4 modelopt": (
         triton_quantize._mxfp4_kernel,
@@ -93,6 +94,39 @@ STREAMS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
         {"x_ptr": HALVES, "g_ptr": FLOATS, "out_ptr": FLOATS, "k": "i32"},
         {"HAS_GLOBAL": True, "TILE": 2048},
     ),
+    "nvfp4 activation by whole token": (
+        triton_activation._nvfp4_whole_row_kernel,
+        {**ROUND, "k": "i32"},
+        {"HAS_GLOBAL": False, "ONE_GLOBAL": True, "BLOCKS": 512},
+    ),
+    "nvfp4 quantize, pairs": (
+        triton_quantize._nvfp4_pairs_kernel,
+        {**ENCODE, **PAIRS},
+        {"ONE_GLOBAL": True, "PACKED": False, "WHOLE": True, "ROWS": 128},
+    ),
+    "requantization tables": (
+        triton_requant._table_kernel,
+        {"g_ptr": FLOATS, **PAIRS},
+        {"RULE": "even", "VALUES": False},
+    ),
+    "errors of bfloat16": (
+        triton_errors._error_words_kernel,
+        {**ENCODE, **PAIRS, "partial_ptr": "*fp64"},
+        {
+            "RULE": "even",
+            "ONE_GLOBAL": True,
+            "TABLED": True,
+            "PACKED": False,
+            "WHOLE": False,
+            "ROWS": 128,
+            "TILES": 8,
+        },
+    ),
+    "errors, finished": (
+        triton_errors._finish_kernel,
+        {"partial_ptr": "*fp64", "sums_ptr": "*fp64"},
+        {"PARTS": 512},
+    ),
     "errors": (
         triton_errors._error_kernel,
         {**ENCODE, "packed_ptr": BYTES, "partial_ptr": "*fp64"},
@@ -121,15 +155,30 @@ def test_every_kernel_that_streams_compiles(name: str, target: str) -> None:
         assert "div.full" not in code, "divisions must be exact"
 
 
+@pytest.mark.parametrize("tabled", [True, False])
 @pytest.mark.parametrize("target", TARGETS)
-def test_requantization_permutes_bytes_on_nvidia_and_shifts_elsewhere(target: str) -> None:
+def test_requantization_permutes_bytes_on_nvidia_and_shifts_elsewhere(target: str, tabled: bool) -> None:
     nvidia = target.startswith("sm")
-    types = {**ENCODE, "words_ptr": "*i32", "out_ptr": "*i32", "out_scales_ptr": BYTES}
-    constants = {"RULE": "even", "ONE_GLOBAL": False, "PERMUTE": nvidia, "ROWS": 256}
+    types = {**ENCODE, **PAIRS, "out_ptr": WORDS, "out_scales_ptr": BYTES}
+    constants = {"RULE": "even", "ONE_GLOBAL": False, "TABLED": tabled, "PERMUTE": nvidia, "ROWS": 128}
     code = compiled(target, triton_requant._requant_kernel, types, constants)
-    # 8 words a thread, three permutations each
-    assert len(re.findall(r"prmt\.b32 .*, 0x6420", code)) == (8 if nvidia else 0)
-    assert code.count("prmt.b32") == (24 if nvidia else 0)
+    # 4 words a thread, three permutations each; two halves, whose largest codes take four each
+    assert len(re.findall(r"prmt\.b32 .*, 0x6420", code)) == (4 if nvidia else 0)
+    assert len(re.findall(r"prmt\.b32 ", code)) >= (20 if nvidia else 0)
+    assert nvidia or "prmt" not in code
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+def test_pairs_of_bfloat16_are_worked_on_together_where_the_card_can(target: str) -> None:
+    types = {**ENCODE, **PAIRS, "partial_ptr": "*fp64"}
+    pairs = {"ONE_GLOBAL": True, "PACKED": True, "WHOLE": True, "ROWS": 128}
+    code = compiled(target, triton_quantize._nvfp4_pairs_kernel, types, pairs, enable_fp_fusion=False)
+    assert "max.NaN.xorsign.abs.bf16x2" in code
+    assert "cvt.rn.satfinite.e4m3x2.f32" in code
+    code = compiled(
+        target, triton_errors._error_words_kernel, types, {**pairs, "RULE": "even", "TABLED": True, "TILES": 8}
+    )
+    assert code.count("fma.rn.bf16x2") == 32, "16 pairs of weights, each rounded to E2M1 by two"
 
 
 MATRIX_INSTRUCTION = {
@@ -184,6 +233,6 @@ def test_offsets_beyond_two_to_the_31_are_64_bits_wide() -> None:
         "sm_90", kernel, {n: types.get(n, "i32") for n in kernel.arg_names if n not in constants}, constants
     ).asm["ttir"]
     assert re.search(r"arith\.extsi %\S+ : i32 to i64", intermediate)
-    assert re.search(r"tt\.addptr .*tensor<64x32xi64>", intermediate)
+    assert re.search(r"tt\.addptr .*tensor<128x8xi64>", intermediate)
     assert not re.search(r"tt\.addptr .*xi32>", intermediate)
-    assert (1 << 32) // triton_quantize._TILE < 1 << 31
+    assert (1 << 32) // (16 * triton_quantize._ROWS) < 1 << 31

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from workbench.kernels import blocks, elements, mx, nvfp4, reference, tables
 
-from workbench.analysis import algebra
 
 pytest.importorskip("triton", minversion="3.9", reason="older interpreters round a fused multiply-add twice")
 from triton_interpreter import interpreted
@@ -200,45 +199,87 @@ def test_activations_are_rounded_as_by_the_reference() -> None:
     assert same(triton_activation.nvfp4_qdq_activation(x, g, own_where_nan=True), expected)
 
 
+def nvfp4_codes(*lead: int) -> tuple[Tensor, Tensor]:
+    """Random codes and scales of `[*lead, 160, 128]` weights, some blocks of which lack the large codes."""
+    generator = torch.Generator().manual_seed(0)
+    packed = torch.randint(0, 256, (*lead, 160, 64), generator=generator).to(torch.uint8)
+    packed[..., :40, :] &= 0x33
+    packed[..., 40:70, :] &= 0x99
+    packed[..., 70:80, :] &= 0x88
+    scales = torch.randint(0, 256, (*lead, 160, 8), generator=generator).to(torch.uint8)
+    return packed, scales.view(torch.float8_e4m3fn)
+
+
+def requantizes_as_the_reference(packed: Tensor, scales: Tensor, g: Tensor, rule: str) -> None:
+    from workbench.kernels import triton_requant
+
+    codes, scale_bytes = triton_requant.nvfp4_to_mxfp4(packed, scales, g, rule)
+    expected, expected_bytes = reference.mxfp4_quantize(reference.nvfp4_dequantize(packed, scales, g), rule)
+    assert same(scale_bytes, expected_bytes)
+    valid = (expected_bytes != tables.E8M0_NAN).unsqueeze(-1)
+    blocks = (*scale_bytes.shape, 16)
+    assert bool(((codes.view(blocks) == expected.view(blocks)) | ~valid).all())
+
+
+GLOBALS = (0.013, 2.0**-140, 3e36, -0.5)
+
+
 @pytest.mark.parametrize("rule", PLAIN)
 @interpreted
 def test_requantization_equals_decoding_and_quantizing(rule: str) -> None:
+    packed, scales = nvfp4_codes()
+    rows = torch.rand(160, 1, generator=torch.Generator().manual_seed(0))
+    for g in (*map(torch.tensor, GLOBALS), rows):
+        requantizes_as_the_reference(packed, scales, g, rule)
+
+
+@pytest.mark.parametrize("rule", PLAIN)
+@interpreted
+def test_requantization_by_tables_equals_decoding_and_quantizing(rule: str) -> None:
     from workbench.kernels import triton_requant
 
-    generator = torch.Generator().manual_seed(0)
-    packed = torch.randint(0, 256, (160, 64), generator=generator).to(torch.uint8)
-    packed[:40] &= 0x33  # blocks without the large codes
-    packed[40:70] &= 0x99
-    packed[70:80] &= 0x88
-    scales = torch.randint(0, 256, (160, 8), generator=generator).to(torch.uint8).view(torch.float8_e4m3fn)
-    rows = torch.rand(160, 1, generator=generator)
-    for g in (torch.tensor(0.013), torch.tensor(2.0**-140), torch.tensor(3e36), torch.tensor(-0.5), rows):
-        codes, scale_bytes = triton_requant.nvfp4_to_mxfp4(packed, scales, g, rule)
-        expected, expected_bytes = reference.mxfp4_quantize(reference.nvfp4_dequantize(packed, scales, g), rule)
-        assert same(scale_bytes, expected_bytes)
-        valid = (expected_bytes != tables.E8M0_NAN).unsqueeze(-1)
-        assert bool(((codes.view(160, 4, 16) == expected.view(160, 4, 16)) | ~valid).all())
+    usual = triton_requant.TABLE_WORTH
+    triton_requant.TABLE_WORTH = 1
+    try:
+        packed, scales = nvfp4_codes(4)
+        requantizes_as_the_reference(packed, scales, torch.tensor(GLOBALS).view(4, 1, 1), rule)
+        for g in GLOBALS:
+            requantizes_as_the_reference(packed[0], scales[0], torch.tensor(g), rule)
+    finally:
+        triton_requant.TABLE_WORTH = usual
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("rule", ["even", "floor"])
 @interpreted
-def test_error_sums_are_those_of_the_algebra(rule: str) -> None:
+def test_error_sums_are_those_of_the_algebra(dtype: torch.dtype, rule: str) -> None:
+    from workbench.kernels import triton_errors, triton_requant
+
+    w = (normal(37, 96) * normal(37, 1, seed=1).exp()).to(dtype)
+    rows = torch.rand(37, 1, generator=torch.Generator().manual_seed(0)) + 0.1
+    check_error_sums(w, rows, rule)
+    usual = triton_errors.TABLE_WORTH
+    triton_errors.TABLE_WORTH = triton_requant.TABLE_WORTH = 1
+    try:
+        check_error_sums(w, torch.tensor(0.3), rule)
+    finally:
+        triton_errors.TABLE_WORTH = triton_requant.TABLE_WORTH = usual
+
+
+def check_error_sums(w: Tensor, g: Tensor, rule: str) -> None:
     from workbench.kernels import triton_errors
 
-    w = (normal(37, 96) * normal(37, 1, seed=1).exp()).bfloat16()
-    codes, scales, g = reference.nvfp4_quantize(w, torch.rand(37, 1, generator=torch.Generator().manual_seed(0)) + 0.1)
+    codes, scales, g = reference.nvfp4_quantize(w, g)
+    scales.view(torch.uint8)[3, ::2] |= 128  # a scale's sign turns both a and b
     a = reference.nvfp4_dequantize(codes, scales, g)
-    b, d = (reference.mxfp4_dequantize(*reference.mxfp4_quantize(t, rule)) for t in (a, w))
-    gram = algebra._gram_per_unit(w, a, b, d, 32).sum(axis=0)
-    found = dict(zip(triton_errors.SUMS, triton_errors.error_sums(w, codes, scales, g, rule).tolist(), strict=True))
-    sides = {"w": 0, "e1": 1, "e2": 2, "e": 3, "direct": 4}
-    for name, value in found.items():
-        if name == "w_b":
-            expected, size = gram[0, 0] + gram[0, 3], gram[0, 0]
-        else:
-            i, j = (sides[side] for side in name.split("_"))
-            expected, size = gram[i, j], (gram[i, i] * gram[j, j]) ** 0.5
-        assert abs(value - expected) <= 2e-6 * size, name
+    b, d = (reference.mxfp4_dequantize(*reference.mxfp4_quantize(t, rule)).double() for t in (a, w))
+    a, x = a.double(), w.double()
+    sides = {"w": x, "e1": a - x, "e2": b - a, "e": b - x, "b": b, "direct": d - x}
+    found = triton_errors.error_sums(w, codes, scales, g, rule).tolist()
+    for name, value in zip(triton_errors.SUMS, found, strict=True):
+        p, q = (sides[side] for side in name.split("_"))
+        size = float(((p * p).sum() * (q * q).sum()).sqrt())
+        assert abs(value - float((p * q).sum())) <= 2e-6 * size, name
 
 
 # ---- products --------------------------------------------------------------------------------------------------------

@@ -13,5 +13,5 @@ def both_codes(x_ptr, d_ptr, short_ptr, exact_ptr, TILE: tl.constexpr):
     x = tl.load(x_ptr + at)
     d = tl.load(d_ptr + at)
     m, inverse, power = divisor(d)
-    tl.store(short_ptr + at, e2m1_magnitude_codes(divide(x, m, inverse, power), "even"))
+    tl.store(short_ptr + at, e2m1_magnitude_codes(divide(x * power, m, inverse), "even"))
     tl.store(exact_ptr + at, e2m1_magnitude_codes(tl.div_rn(x, d), "even"))
