@@ -28,7 +28,7 @@ from .triton_elements import (
     widened,
 )
 from .triton_launch import EXACT, flat_values, global_per_block, scale_shape, tile
-from .triton_quantize import mxfp4_scale_bytes
+from .triton_scales import mxfp4_scale_bytes
 
 _TILE = tile(2048)  # values a program
 _ROW_TILE = 2048  # values of a token at a time, where it has more than a program holds

@@ -139,6 +139,15 @@ def e2m1_rounded(q):
 
 
 @triton.jit
+def nearest_e2m1(q):
+    """The E2M1 value nearest to `q`: adding 1.5 * 2**(22 + exponent) leaves one bit of mantissa, ties to even."""
+    q = tl.minimum(tl.maximum(q, -6.0), 6.0)
+    exponent = tl.maximum(float_bits(q) & 0x7F800000, 0x3F800000)  # below 1 the spacing is that of 1
+    large = bits_float((exponent + (22 << 23)) | 0x400000)
+    return (q + large) - large
+
+
+@triton.jit
 def pack_words(codes):
     """Codes `[ROWS, 8]` to words `[ROWS]` (int32), the first column in the lowest nibble."""
     return tl.sum(codes << (4 * tl.arange(0, 8))[None, :], 1)

@@ -2,21 +2,29 @@
 
     y_mn = triton_gemm.packed_linear(x_mk, codes, scales, globals_, input_scales, None, [n], "nvfp4", "nvfp4")
 
-For few tokens a program decodes a tile of rows of the weight and multiplies it with all tokens, whose activations it
-rounds on the way; K is split over programs until the card is full, and the parts are added in a fixed order. For many
-tokens the weight is decoded once, the activations are rounded once, and the vendor's GEMM multiplies; `FUSED_TOKENS` is
-where one overtakes the other. Numbers: weights decoded exactly in float32 and rounded once to x's dtype; activations as
-`triton_activation` rounds them; products added in float32. The even and the odd elements of K are multiplied apart,
-which needs no shuffling of codes and changes the order of the additions alone.
+Which kernel multiplies depends on the card and on M. NVIDIA's: `triton_gemm_registers` for few tokens, on Hopper
+`triton_gemm_wgmma` for more; `triton_configs` holds where one overtakes the other. Elsewhere, and for what those do not
+take, the kernel of this file, in plain Triton: a program decodes a tile of rows of the weight and multiplies it with
+all tokens, whose activations it rounds on the way; K is split over programs until the card is full. For many tokens
+the weight is decoded once and the vendor's GEMM multiplies.
+
+Numbers, whichever runs: weights decoded exactly in float32 and rounded once to x's dtype; activations as
+`triton_activation` rounds them; products added in float32, parts in a fixed order. The even and the odd elements of K
+are multiplied apart, which needs no shuffling of codes and changes the order of the additions alone.
 """
 
 from __future__ import annotations
+
+import functools
+import importlib
+from types import ModuleType
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import triton_configs
 from .tables import MXFP4_BLOCK, NVFP4_BLOCK
 from .triton_activation import mxfp4_qdq_activation, nvfp4_own_global, nvfp4_qdq_activation
 from .triton_dequantize import mxfp4_dequantize, nvfp4_dequantize
@@ -34,10 +42,12 @@ from .triton_elements import (
     rounded_to,
     widened,
 )
+from .triton_gemm_sum import sum_parts
 from .triton_launch import bytes_of, split_steps
-from .triton_quantize import mxfp4_scale_bytes
+from .triton_scales import mxfp4_scale_bytes
 
 FUSED_TOKENS = 64  # at most so many tokens take the fused kernel
+MATRICES = 4  # at most so many matrices in one weight take the kernels in Gluon
 BLOCKS = {"nvfp4": NVFP4_BLOCK, "mxfp4": MXFP4_BLOCK}
 # (rows of the weight, columns) a program decodes at a time, warps, stages, by the tokens it multiplies them with.
 TILES = {16: (64, 256, 4, 3), 32: (64, 128, 4, 3), 64: (64, 128, 4, 3)}
@@ -57,27 +67,29 @@ def packed_linear(
 ) -> Tensor:
     """`x` `[..., K]` times a packed `[N, K]`: `[..., N]`. The N rows are `len(widths)` matrices that share an input.
 
-    codes `[N, K/2]` uint8; scales `[N, K/16]` float8_e4m3fn (nvfp4) or `[N, K/32]` uint8 (mxfp4). globals_: one float32
-    decode multiplier a matrix (nvfp4). input_scales: one for all, or one a matrix, whose input is then rounded apart;
-    NaN or None: each token's own. activation_format: none, nvfp4 or mxfp4.
+    codes `[N, K/2]` uint8; scales `[N, K/16]` float8_e4m3fn (nvfp4) or `[N, K/32]` uint8 (mxfp4). globals_: float32
+    decode multipliers (nvfp4): one for all, one a matrix, or one a row (laid out once at load). input_scales: one for
+    all, or one a matrix, whose input is then rounded apart; NaN or None: each token's own. activation_format: none,
+    nvfp4 or mxfp4.
     """
     x_mk = x.reshape(-1, x.shape[-1])
-    g = None if globals_ is None else _per_row(globals_, widths)
     if input_scales is not None and input_scales.numel() > 1:
         parts, start = [], 0
         for i, width in enumerate(widths):
             rows = slice(start, start + width)
-            g_rows = g if g is None or g.numel() == 1 else g[rows]
+            g = globals_
+            if g is not None and g.numel() > 1:
+                g = g[rows] if g.numel() == codes.shape[0] else g[i : i + 1]
             parts.append(
                 _linear(
-                    x_mk, codes[rows], scales[rows], g_rows, input_scales[i], None, weight_format, activation_format
+                    x_mk, codes[rows], scales[rows], g, input_scales[i], None, [width], weight_format, activation_format
                 )
             )
             start += width
         y = torch.cat(parts, dim=-1)
         y = y if bias is None else y + bias
     else:
-        y = _linear(x_mk, codes, scales, g, input_scales, bias, weight_format, activation_format)
+        y = _linear(x_mk, codes, scales, globals_, input_scales, bias, widths, weight_format, activation_format)
     return y.reshape(*x.shape[:-1], codes.shape[0])
 
 
@@ -108,23 +120,69 @@ def _linear(
     g: Tensor | None,
     input_scale: Tensor | None,
     bias: Tensor | None,
+    widths: list[int],
     weight_format: str,
     activation_format: str,
 ) -> Tensor:
-    if x.shape[0] > FUSED_TOKENS:
-        rows = None if g is None else (g if g.numel() == 1 else g.unsqueeze(-1))
+    kernel = _kernel(x, codes, scales, g, widths)
+    if kernel in ("registers", "wgmma"):
+        y = torch.ops.workbench_kernels.gluon_linear(
+            round_activation(x, activation_format, input_scale),
+            codes,
+            scales.view(torch.uint8),
+            g,
+            widths,
+            weight_format,
+            kernel == "wgmma",
+        )
+        return y if bias is None else y + bias
+    rows = None if g is None else _per_row(g, widths)
+    if kernel == "decode":
+        rows = rows if rows is None or rows.numel() == 1 else rows.unsqueeze(-1)
         weight_nk = decode(codes, scales, rows, weight_format, x.dtype)
         return torch.nn.functional.linear(round_activation(x, activation_format, input_scale), weight_nk, bias)
     y = torch.ops.workbench_kernels.fused_linear(
-        x, codes, scales.view(torch.uint8), g, input_scale, weight_format, activation_format
+        x, codes, scales.view(torch.uint8), rows, input_scale, weight_format, activation_format
     )
     return y if bias is None else y + bias
 
 
+def _kernel(x: Tensor, codes: Tensor, scales: Tensor, g: Tensor | None, widths: list[int]) -> str:
+    """What multiplies M tokens: registers, wgmma, portable (plain Triton) or decode (and the vendor's GEMM)."""
+    m, k = x.shape
+    if g is None or g.numel() in (1, codes.shape[0]) or len(widths) <= MATRICES:
+        wide = gluon_kernels("wgmma", x.device, x.dtype, k, codes, scales) is not None
+        if m <= (triton_configs.REGISTER_TOKENS if wide else FUSED_TOKENS) and gluon_kernels(
+            "registers", x.device, x.dtype, k, codes, scales
+        ):
+            return "registers"
+        if wide and m <= triton_configs.WGMMA_TOKENS:
+            return "wgmma"
+    return "portable" if m <= FUSED_TOKENS else "decode"
+
+
+def gluon_kernels(name: str, device: torch.device, dtype: torch.dtype, k: int, *weight: Tensor) -> ModuleType | None:
+    """`triton_gemm_{name}` where it multiplies `weight` with inputs of `dtype` and K of `k` on `device`."""
+    kernels = _gluon_kernels(name) if device.type == "cuda" else None
+    fits = kernels is not None and kernels.supports(device, dtype, k) and kernels.aligned(*weight)
+    return kernels if fits else None
+
+
+@functools.cache
+def _gluon_kernels(name: str) -> ModuleType | None:
+    """None where Triton has no Gluon or interprets."""
+    if torch.version.hip is not None or triton.knobs.runtime.interpret:
+        return None
+    try:
+        return importlib.import_module(f".triton_gemm_{name}", __package__)
+    except ImportError:
+        return None
+
+
 def _per_row(globals_: Tensor, widths: list[int]) -> Tensor:
-    """One multiplier a row of the weight, or the only one."""
+    """One multiplier a row of the weight, or the only one; a matrix of one row is both."""
     g = globals_.float().reshape(-1)
-    if g.numel() == 1:
+    if g.numel() in (1, sum(widths)):
         return g
     return torch.cat([g[i : i + 1].expand(width) for i, width in enumerate(widths)])
 
@@ -176,7 +234,7 @@ def _fused_linear(
         num_warps=warps,
         num_stages=stages,
     )
-    return partial[0] if split == 1 else partial.sum(0).to(x.dtype)
+    return sum_parts(partial, x.dtype)
 
 
 @_fused_linear.register_fake
@@ -188,6 +246,30 @@ def _(
     input_scale: Tensor | None,
     weight_format: str,
     activation_format: str,
+) -> Tensor:
+    return x.new_empty((x.shape[0], codes.shape[0]))
+
+
+@torch.library.custom_op("workbench_kernels::gluon_linear", mutates_args=())
+def _gluon_linear(
+    x: Tensor, codes: Tensor, scales: Tensor, g: Tensor | None, widths: list[int], weight_format: str, wide: bool
+) -> Tensor:
+    (m, k), n = x.shape, codes.shape[0]
+    if not m or not n:
+        return x.new_empty((m, n))
+    kernels = _gluon_kernels("wgmma" if wide else "registers")
+    assert kernels is not None
+    if wide:
+        x, config = kernels.order_tokens(x), triton_configs.wgmma(x.device, n, k, m)
+    else:
+        tokens = kernels.tokens_tile(m)
+        config = triton_configs.registers(x.device, n, triton.cdiv(m, tokens), k, tokens)
+    return kernels.linear(x, codes, scales, g, widths, weight_format, config)
+
+
+@_gluon_linear.register_fake
+def _(
+    x: Tensor, codes: Tensor, scales: Tensor, g: Tensor | None, widths: list[int], weight_format: str, wide: bool
 ) -> Tensor:
     return x.new_empty((x.shape[0], codes.shape[0]))
 

@@ -11,30 +11,20 @@ order of the top k, so a token's result does not depend on which tokens share it
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_elements import rounded_to
-from .triton_gemm import TILES, fp4_product, round_activation
+from . import triton_configs
+from .triton_elements import rounded_to, widened
+from .triton_gemm import TILES, fp4_product, gluon_kernels, round_activation
+from .triton_gemm_sum import sum_parts
 from .triton_launch import bytes_of, split_steps
 
-
-class Groups(NamedTuple):
-    """Assignments (token * k + place in its top k) in groups of at most `size` that share an expert.
-
-    order: assignments sorted by expert, int64 `[A]`. expert, first, stop: of each group, its expert (-1: no such group)
-    and its part of `order`, int32.
-    """
-
-    order: Tensor
-    expert: Tensor
-    first: Tensor
-    stop: Tensor
-    size: int
+ALONE = 128  # at most so many assignments are multiplied each alone
 
 
 def packed_moe(
@@ -52,58 +42,87 @@ def packed_moe(
     weight_format: str,
     activation_format: str,
     weight_on_input: bool,
+    round_hidden: Callable[[Tensor, Tensor | None], Tensor] | None = None,
 ) -> Tensor:
     """Experts of `x` `[T, H]`: w13 `[E, 2I, H/2]` (gate rows, then up rows), w2 `[E, H, I/2]`: `[T, H]`.
 
-    w13_global: float32 `[E, 2]` (gate, up); w2_global: `[E]`. w13_input_scale: `[E]`, or `[E, 2]` where the gate's and
-    the up projection's differ (the input is then rounded twice); w2_input_scale: `[E]`; NaN or None: each token's own.
-    topk_ids `[T, k]`: -1 marks an expert of another rank. Returns the routed output alone, a fresh tensor.
+    w13_global: float32 `[E, 2]` (gate, up); w2_global: `[E]`. w13_input_scale: `[1]` for all experts (the input is then
+    rounded once a token), `[E]`, or `[E, 2]` where the gate's and the up projection's differ (rounded twice);
+    w2_input_scale: `[1]` or `[E]`; NaN or None: each token's own. topk_ids `[T, k]`: -1 marks an expert of another
+    rank. round_hidden(h `[A, I]`, its scale) replaces the rounding of w2's input, for ranks that split I and must agree
+    on a token's scale. Returns the routed output alone, a fresh tensor.
     """
     tokens, k = topk_ids.shape
     experts, inner = w13.shape[0], w2.shape[-1] * 2
     if not tokens:
         return torch.zeros_like(x)
-    groups = group_by_expert(topk_ids, experts)
+    ids = topk_ids.reshape(-1).int()
     rows, per_row = _input_rows(x, topk_weights, topk_ids, w13_input_scale, activation_format, weight_on_input)
-    gate_up = torch.ops.workbench_kernels.grouped_linear(
-        rows, w13, w13_scale.view(torch.uint8), w13_global, *groups[:4], groups.size, per_row, tokens * k, weight_format
+    fused, wide = (
+        (inner % 128 == 0 or rows.shape[0] == 1)  # a tile of rows lies in one shard
+        and all(
+            gluon_kernels(name, rows.device, rows.dtype, 2 * w.shape[-1], w, scale) is not None
+            for w, scale in ((w13, w13_scale), (w2, w2_scale))
+        )
+        for name in ("registers", "wgmma")
     )
-    hidden = torch.nn.functional.silu(gate_up[:, :inner].float()).to(x.dtype) * gate_up[:, inner:]
+    groups, size = _grouping(ids, experts, fused, wide)
+    gate_up = torch.ops.workbench_kernels.grouped_linear(
+        rows, w13, w13_scale.view(torch.uint8), w13_global, groups, size, per_row, tokens * k, weight_format
+    )
+    hidden = torch.ops.workbench_kernels.gated(gate_up)
     scale = None if w2_input_scale is None else _of_assignment(w2_input_scale, topk_ids)
-    hidden = round_activation(hidden, activation_format, scale)
+    if round_hidden is None:
+        hidden = round_activation(hidden, activation_format, scale)
+    else:
+        hidden = round_hidden(hidden, scale)
     y = torch.ops.workbench_kernels.grouped_linear(
         hidden.unsqueeze(0),
         w2,
         w2_scale.view(torch.uint8),
         None if w2_global is None else w2_global.reshape(experts, 1),
-        *groups[:4],
-        groups.size,
+        groups,
+        size,
         1,
         tokens * k,
         weight_format,
-    ).float()
-    if not weight_on_input:
-        y = y * topk_weights.reshape(-1, 1).float()
-    return y.view(tokens, k, -1).sum(dim=1).to(x.dtype)
+    )
+    return torch.ops.workbench_kernels.combined(y, None if weight_on_input else topk_weights, ids.view(tokens, k))
 
 
-def group_by_expert(topk_ids: Tensor, experts: int) -> Groups:
-    """Groups of the assignments `topk_ids` `[T, k]`; those of -1 are in none. Their number depends on shapes alone."""
-    ids = topk_ids.reshape(-1).long()
-    size = min(64, max(16, triton.next_power_of_2(triton.cdiv(ids.numel(), max(experts, 1)))))
-    counts = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device)
-    counts.scatter_add_(0, ids + 1, torch.ones_like(ids))
-    starts = (counts.cumsum(0) - counts)[1:]
-    counts = counts[1:]
-    groups = (counts + size - 1) // size
-    ends = groups.cumsum(0)
-    group = torch.arange(min(ids.numel(), ids.numel() // size + experts), device=ids.device)
-    expert = torch.searchsorted(ends, group, right=True)
-    known = expert.clamp(max=experts - 1)
-    first = starts[known] + (group - (ends - groups)[known]) * size
-    stop = starts[known] + counts[known]
-    expert = torch.where(expert < experts, expert, -1)
-    return Groups(torch.argsort(ids, stable=True), expert.int(), first.int(), stop.int(), size)
+def group_by_expert(ids: Tensor, experts: int, size: int) -> list[Tensor]:
+    """Assignments of experts `ids` (int32 `[A]`) in groups of at most `size` that share an expert; those of -1 in none.
+
+    Returns int32 tensors: the assignments sorted by expert `[A]`, and of each group its expert (-1: no such group) and
+    its part of them, first and stop. Their lengths depend on shapes alone.
+    """
+    a = ids.numel()
+    count = min(a, a // size + experts)
+    ranks, order = torch.empty_like(ids), torch.empty_like(ids)
+    counts, starts, ends = (ids.new_empty(experts) for _ in range(3))
+    expert, first, stop = (ids.new_empty(count) for _ in range(3))
+    padded = triton.next_power_of_2(experts)
+    _rank_kernel[(experts,)](ids, ranks, counts, a, TILE=1024, num_warps=4)
+    _starts_kernel[(1,)](counts, starts, ends, experts, size, EXPERTS=padded, num_warps=4)
+    _order_kernel[(triton.cdiv(max(a, count), 256),)](
+        ids, ranks, counts, starts, ends, order, expert, first, stop, a, count, experts, size, TILE=256, num_warps=4
+    )
+    return [order, expert, first, stop]
+
+
+def _grouping(ids: Tensor, experts: int, fused: bool, wide: bool) -> tuple[list[Tensor], int]:
+    """What `grouped_linear` takes for assignments of the experts `ids`: tensors and the size of a group.
+
+    fused: `triton_gemm_registers` multiplies groups of up to 32; wide: `triton_gemm_wgmma` those of 32 and more.
+    """
+    if fused and ids.numel() <= ALONE:
+        return [ids], 0
+    each = triton.next_power_of_2(triton.cdiv(ids.numel(), max(experts, 1)))
+    if wide and each >= 16:
+        size = min(128, max(32, each))
+    else:
+        size = min(32, max(8, each)) if fused else min(64, max(16, each))
+    return group_by_expert(ids, experts, size), size
 
 
 def _input_rows(
@@ -116,20 +135,25 @@ def _input_rows(
 ) -> tuple[Tensor, int]:
     """Rounded inputs `[S, R, H]`, one a shard of the weight or one for all, and how many assignments share a row."""
     k = topk_ids.shape[1]
-    if not weight_on_input and (activation_format == "none" or input_scale is None):
-        return round_activation(x, activation_format, None).unsqueeze(0), k
+    if input_scale is not None and input_scale.numel() == 1:
+        input_scale = input_scale.reshape(1, 1)
+    one_scale = input_scale is None or input_scale.numel() == 1
+    if not weight_on_input and (activation_format == "none" or one_scale):
+        return round_activation(x, activation_format, input_scale).unsqueeze(0), k
     rows = x.repeat_interleave(k, 0)
     if weight_on_input:
         rows = rows * topk_weights.reshape(-1, 1).to(x.dtype)
-    if activation_format == "none" or input_scale is None:
-        return round_activation(rows, activation_format, None).unsqueeze(0), 1
+    if activation_format == "none" or input_scale is None or one_scale:
+        return round_activation(rows, activation_format, input_scale).unsqueeze(0), 1
     columns = input_scale.reshape(input_scale.shape[0], -1).unbind(1)
     rounded = [round_activation(rows, activation_format, _of_assignment(c, topk_ids)) for c in columns]
     return torch.stack(rounded), 1
 
 
 def _of_assignment(per_expert: Tensor, topk_ids: Tensor) -> Tensor:
-    """One value an expert `[E]` to one an assignment `[A, 1]`; another rank's get some expert's."""
+    """One value an expert `[E]` to one an assignment `[A, 1]`; another rank's get some expert's. `[1]`: for all."""
+    if per_expert.numel() == 1:
+        return per_expert.reshape(1, 1)
     return per_expert[topk_ids.reshape(-1).long().clamp(min=0)].unsqueeze(-1)
 
 
@@ -142,26 +166,64 @@ def _grouped_linear(
     codes: Tensor,
     scales: Tensor,
     g: Tensor | None,
-    order: Tensor,
-    expert: Tensor,
-    first: Tensor,
-    stop: Tensor,
+    groups: list[Tensor],
     size: int,
     per_row: int,
     assignments: int,
     weight_format: str,
 ) -> Tensor:
-    """`[A, N]`: of each assignment, its row of `rows` `[S, R, K]` times its expert of `codes` `[E, N, K/2]`; zeros for
-    another rank's. g `[E, shards]`: decode multipliers of equal parts of the N rows."""
-    rows, (_, n, _) = rows.contiguous(), codes.shape
-    k = rows.shape[-1]
+    """`[A, N]`: of each assignment, its row of `rows` `[S, R, K]` times its expert of `codes` `[E, N, K/2]`; anything
+    for another rank's. groups: `group_by_expert`'s for `size`, or, for size 0, the experts alone. g `[E, shards]`:
+    decode multipliers of equal parts of the N rows."""
+    device, n, k = rows.device, codes.shape[1], rows.shape[-1]
+    kernels = gluon_kernels("wgmma", device, rows.dtype, k, codes, scales)
+    if kernels is not None and size >= 32:
+        rows, wide = kernels.order_tokens(rows), triton_configs.wgmma_experts(size, k)
+        return kernels.grouped(rows, codes, scales, g, groups, assignments, per_row, weight_format, wide)
+    kernels = gluon_kernels("registers", device, rows.dtype, k, codes, scales)
+    if kernels is not None and size <= 32:
+        count = groups[1].numel() if size else assignments
+        config = triton_configs.registers(device, n, count, k, size or 8)
+        return kernels.grouped(rows, codes, scales, g, groups, size, assignments, per_row, weight_format, config)
+    return _portable(rows, codes, scales, g, groups, size, per_row, assignments, weight_format)
+
+
+@_grouped_linear.register_fake
+def _(
+    rows: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    g: Tensor | None,
+    groups: list[Tensor],
+    size: int,
+    per_row: int,
+    assignments: int,
+    weight_format: str,
+) -> Tensor:
+    return rows.new_empty((assignments, codes.shape[1]))
+
+
+def _portable(
+    rows: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    g: Tensor | None,
+    groups: list[Tensor],
+    size: int,
+    per_row: int,
+    assignments: int,
+    weight_format: str,
+) -> Tensor:
+    """`grouped_linear` in plain Triton."""
+    order, expert, first, stop = groups
+    rows, n, k = rows.contiguous(), codes.shape[1], rows.shape[-1]
     shards = max(rows.shape[0], 1 if g is None else g.shape[1])
     tile_rows, columns, warps, stages = TILES[size]
     tiles = triton.cdiv(n // shards, tile_rows)
     steps = triton.cdiv(k, columns)
     programs = max(1, expert.numel() * tiles * shards)
     split, steps_each = split_steps(steps, programs, rows.device)
-    out = rows.new_zeros((split, assignments, n), dtype=torch.float32 if split > 1 else rows.dtype)
+    out = rows.new_empty((split, assignments, n), dtype=torch.float32 if split > 1 else rows.dtype)
     _grouped_kernel[(expert.numel(), tiles * shards, split)](
         rows,
         bytes_of(codes),
@@ -190,28 +252,50 @@ def _grouped_linear(
         num_warps=warps,
         num_stages=stages,
     )
-    return out[0] if split == 1 else out.sum(0).to(rows.dtype)
+    return sum_parts(out, rows.dtype)
 
 
-@_grouped_linear.register_fake
-def _(
-    rows: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    g: Tensor | None,
-    order: Tensor,
-    expert: Tensor,
-    first: Tensor,
-    stop: Tensor,
-    size: int,
-    per_row: int,
-    assignments: int,
-    weight_format: str,
-) -> Tensor:
-    return rows.new_empty((assignments, codes.shape[1]))
+@torch.library.custom_op("workbench_kernels::gated", mutates_args=())
+def _gated(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up` of `[A, 2 * I]`, rounded to its dtype after each of the two: `[A, I]`."""
+    a, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty((a, inner))
+    tile = min(1024, triton.next_power_of_2(inner))
+    _gated_kernel[(a, triton.cdiv(inner, tile))](gate_up.contiguous(), out, inner, TILE=tile, num_warps=4)
+    return out
 
 
-# ---- kernel ----------------------------------------------------------------------------------------------------------
+@_gated.register_fake
+def _(gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
+
+
+@torch.library.custom_op("workbench_kernels::combined", mutates_args=())
+def _combined(y: Tensor, weights: Tensor | None, ids: Tensor) -> Tensor:
+    """Rows `y` `[T * k, H]` weighted and added over each token's k, in order and in float32: `[T, H]`."""
+    (tokens, k), hidden = ids.shape, y.shape[1]
+    out = y.new_empty((tokens, hidden))
+    tile = 1024
+    _combined_kernel[(tokens, triton.cdiv(hidden, tile))](
+        y,
+        y if weights is None else weights.contiguous(),
+        ids,
+        out,
+        hidden,
+        WEIGHTED=weights is not None,
+        K=k,
+        TILE=tile,
+        num_warps=4,
+    )
+    return out
+
+
+@_combined.register_fake
+def _(y: Tensor, weights: Tensor | None, ids: Tensor) -> Tensor:
+    return y.new_empty((ids.shape[0], y.shape[1]))
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -280,3 +364,98 @@ def _grouped_kernel(
     at = (part.to(tl.int64) * assignments + assignment[None, :]) * n + row[:, None]
     here = token_here[None, :] & row_here[:, None]
     tl.store(out_ptr + at, rounded_to(product, out_ptr.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _gated_kernel(gate_up_ptr, out_ptr, inner, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    here = at < inner
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    gate = widened(tl.load(gate_up_ptr + row * 2 * inner + at, mask=here, other=0.0))
+    up = widened(tl.load(gate_up_ptr + row * 2 * inner + inner + at, mask=here, other=0.0))
+    gate = widened(rounded_to(gate / (1.0 + tl.exp(-gate)), dtype))
+    tl.store(out_ptr + row * inner + at, rounded_to(gate * up, dtype), mask=here)
+
+
+@triton.jit
+def _combined_kernel(
+    y_ptr, weights_ptr, ids_ptr, out_ptr, hidden, WEIGHTED: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    here = at < hidden
+    total = tl.zeros([TILE], tl.float32)
+    for i in tl.static_range(K):
+        assignment = token * K + i
+        known = tl.load(ids_ptr + assignment) >= 0
+        stop = tl.where(known, hidden, 0)  # another rank's rows were not written
+        y = widened(tl.load(y_ptr + assignment * hidden + at, mask=at < stop, other=0.0))
+        if WEIGHTED:
+            y *= tl.where(known, tl.load(weights_ptr + assignment).to(tl.float32), 0.0)
+        total += y
+    tl.store(out_ptr + token * hidden + at, rounded_to(total, out_ptr.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _rank_kernel(ids_ptr, ranks_ptr, counts_ptr, a, TILE: tl.constexpr):
+    """How many assignments each expert (a program) has, and the place of each among them."""
+    expert = tl.program_id(0)
+    count = 0
+    for start in range(0, a, TILE):
+        at = start + tl.arange(0, TILE)
+        match = (tl.load(ids_ptr + at, mask=at < a, other=-1) == expert).to(tl.int32)
+        tl.store(ranks_ptr + at, count + tl.cumsum(match, 0) - 1, mask=match > 0)
+        count += tl.sum(match, 0)
+    tl.store(counts_ptr + expert, count)
+
+
+@triton.jit
+def _starts_kernel(counts_ptr, starts_ptr, ends_ptr, experts, size, EXPERTS: tl.constexpr):
+    """Each expert's first assignment in the order by expert, and the group after its last."""
+    expert = tl.arange(0, EXPERTS)
+    here = expert < experts
+    counts = tl.load(counts_ptr + expert, mask=here, other=0)
+    tl.store(starts_ptr + expert, tl.cumsum(counts, 0) - counts, mask=here)
+    tl.store(ends_ptr + expert, tl.cumsum((counts + size - 1) // size, 0), mask=here)
+
+
+@triton.jit
+def _order_kernel(
+    ids_ptr,
+    ranks_ptr,
+    counts_ptr,
+    starts_ptr,
+    ends_ptr,
+    order_ptr,
+    expert_ptr,
+    first_ptr,
+    stop_ptr,
+    a,
+    groups,
+    experts,
+    size,
+    TILE: tl.constexpr,
+):
+    """Assignments in order of their experts, and the expert and the part of that order of each group."""
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    known = tl.load(ids_ptr + at, mask=at < a, other=-1)
+    here = known >= 0
+    place = tl.load(starts_ptr + known, mask=here, other=0) + tl.load(ranks_ptr + at, mask=here, other=0)
+    tl.store(order_ptr + place, at, mask=here)
+    # The expert of a group: how many experts' groups end at or before it, by bisection.
+    low = tl.zeros([TILE], tl.int32)
+    high = low + experts
+    while tl.max(high - low, 0) > 0:
+        middle = (low + high) // 2
+        open_ = low < high
+        before = open_ & (tl.load(ends_ptr + middle, mask=open_, other=0) <= at)
+        low = tl.where(before, middle + 1, low)
+        high = tl.where(open_ & ~before, middle, high)
+    here = (at < groups) & (low < experts)
+    counts = tl.load(counts_ptr + low, mask=here, other=0)
+    first_group = tl.load(ends_ptr + low, mask=here, other=0) - (counts + size - 1) // size
+    start = tl.load(starts_ptr + low, mask=here, other=0)
+    tl.store(expert_ptr + at, tl.where(here, low, -1), mask=at < groups)
+    tl.store(first_ptr + at, start + (at - first_group) * size, mask=at < groups)
+    tl.store(stop_ptr + at, start + counts, mask=at < groups)

@@ -20,11 +20,9 @@ from torch import Tensor
 from . import nvfp4
 from .tables import MXFP4_BLOCK, NVFP4_BLOCK, ScaleRule, Zeros
 from .triton_elements import (
-    bits_float,
     divide,
     divisor,
     e2m1_codes,
-    e2m1_magnitude_codes,
     e2m1_values,
     e4m3_bytes,
     e4m3_values,
@@ -37,17 +35,9 @@ from .triton_elements import (
     widened,
 )
 from .triton_launch import EXACT, flat_values, global_per_block, has_packed_bfloat16, scale_shape, tile
-from .triton_pairs import (
-    SHIFT_LEFT_16,
-    four_words,
-    larger_of_pair,
-    larger_pairs,
-    largest_pair,
-    reciprocal,
-    rounded_e4m3,
-    sign_words,
-    word_of_codes,
-)
+from .triton_pairs import SHIFT_LEFT_16
+from .triton_quantize_pairs import nvfp4_pairs_kernel
+from .triton_scales import mxfp4_scale_bytes, nvfp4_scale_bytes
 
 # A thread takes whole blocks, so that nothing of a block is computed twice and no value crosses threads.
 _ROWS = tile(128)  # blocks a program: one a thread of 4 warps
@@ -125,7 +115,7 @@ def _nvfp4_encode(w: Tensor, global_scale: Tensor, rule: str) -> tuple[Tensor, T
     g, per_global = global_per_block(global_scale, shape)
     blocks = shape.numel()
     if blocks and w.dtype == torch.bfloat16 and rule == ScaleRule.AMAX:
-        _nvfp4_pairs_kernel[(triton.cdiv(blocks, _ROWS),)](
+        nvfp4_pairs_kernel[(triton.cdiv(blocks, _ROWS),)](
             x.view(torch.int32),
             g,
             codes.view(torch.int32),
@@ -237,7 +227,7 @@ def _nvfp4_kernel(
 ):
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     here = block < blocks
-    x0, x1 = _eight(x_ptr, block * 16, here), _eight(x_ptr, block * 16 + 8, here)
+    x0, x1 = eight_values(x_ptr, block * 16, here), eight_values(x_ptr, block * 16 + 8, here)
     if ONE_GLOBAL:
         g = tl.load(g_ptr) + tl.zeros([ROWS], tl.float32)
     else:
@@ -268,95 +258,7 @@ def _nvfp4_kernel(
 
 
 @triton.jit
-def _nvfp4_pairs_kernel(
-    x_ptr,
-    g_ptr,
-    words_ptr,
-    scales_ptr,
-    blocks,
-    per_global,
-    by,
-    ONE_GLOBAL: tl.constexpr,
-    PACKED: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """`_nvfp4_kernel` of bfloat16 under the rule `amax`, with what can be done for two values at once."""
-    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    here = block < blocks
-    x0, x1, x2, x3 = four_words(x_ptr, block * 8, here, WHOLE)
-    x4, x5, x6, x7 = four_words(x_ptr, block * 8 + 4, here, WHOLE)
-    pair = larger_pairs(largest_pair(x0, x1, x2, x3, PACKED), largest_pair(x4, x5, x6, x7, PACKED), PACKED)
-    amax = larger_of_pair(pair)
-    plain = False
-    if ONE_GLOBAL:  # steps, E4M3's subnormal scales included, that need no scaling to be divided by
-        one = tl.load(g_ptr)
-        g = one + tl.zeros([ROWS], tl.float32)
-        plain = (one > 8.271806125530277e-25) & (one < 1.2089258196146292e24)  # 2**-80, 2**80
-    else:
-        g = tl.load(g_ptr + block // per_global, mask=here, other=1.0)
-    if plain:
-        scale = divide_or_overflow(amax, g * 6.0, PACKED)
-        scale = tl.where(scale == 0, 1.0, scale)
-        byte, value = rounded_e4m3(tl.where(scale < 0.001953125, 0.001953125, scale), PACKED)
-        step = value * g
-        inverse = reciprocal(step, PACKED)
-        word0 = _quotient_codes(x0, x1, x2, x3, step, inverse, step, by, False)
-        word1 = _quotient_codes(x4, x5, x6, x7, step, inverse, step, by, False)
-    else:
-        byte = nvfp4_scale_bytes(amax, g, "amax")
-        step = e4m3_values(byte) * g
-        m, inverse, power = divisor(step)
-        word0 = _quotient_codes(x0, x1, x2, x3, m, inverse, power, by, True)
-        word1 = _quotient_codes(x4, x5, x6, x7, m, inverse, power, by, True)
-    sign0, sign1 = sign_words(x0, x1, x2, x3, x4, x5, x6, x7, (step != step).to(tl.int32), PACKED)
-    word0 |= sign0
-    word1 |= sign1
-    at = block[:, None] * 2 + tl.arange(0, 2)[None, :]
-    if WHOLE:
-        tl.store(words_ptr + at, tl.join(word0, word1))
-        tl.store(scales_ptr + block, byte.to(tl.uint8))
-    else:
-        tl.store(words_ptr + at, tl.join(word0, word1), mask=here[:, None])
-        tl.store(scales_ptr + block, byte.to(tl.uint8), mask=here)
-
-
-@triton.jit
-def divide_or_overflow(x, d, PACKED: tl.constexpr):
-    """x / d >= 0, near enough to the quotient that E4M3 rounds both alike; `d` and its reciprocal are normal.
-
-    As for `divide`, this was compared for all 2**23 significands at each of E4M3's midpoints.
-    """
-    if PACKED:
-        inverse = reciprocal(d, PACKED)
-        q = x * inverse
-        q = tl.where(q < 1024.0, divide(x, d, inverse), q)  # infinity has no remainder
-    else:
-        q = tl.div_rn(x, d)
-    return q
-
-
-@triton.jit
-def _quotient_codes(x0, x1, x2, x3, m, inverse, power, by, SCALED: tl.constexpr):
-    """A word of the magnitude codes of eight values divided by the step that `divisor` took apart (or left: `SCALED`)."""
-    c0, c1 = _two_codes(x0, m, inverse, power, by, SCALED)
-    c2, c3 = _two_codes(x1, m, inverse, power, by, SCALED)
-    c4, c5 = _two_codes(x2, m, inverse, power, by, SCALED)
-    c6, c7 = _two_codes(x3, m, inverse, power, by, SCALED)
-    return word_of_codes(c0, c1, c2, c3, c4, c5, c6, c7, by)
-
-
-@triton.jit
-def _two_codes(x, m, inverse, power, by, SCALED: tl.constexpr):
-    x0, x1 = bits_float(x * by), bits_float(x & -65536)
-    if SCALED:
-        x0, x1 = x0 * power, x1 * power
-    q0, q1 = divide(x0, m, inverse), divide(x1, m, inverse)
-    return e2m1_magnitude_codes(q0, "even"), e2m1_magnitude_codes(q1, "even")
-
-
-@triton.jit
-def _eight(x_ptr, first, here):
+def eight_values(x_ptr, first, here):
     """Eight values from `first` `[ROWS]`, float32 `[ROWS, 8]`: 16 bytes of bfloat16, one read of a thread."""
     at = first[:, None] + tl.arange(0, 8)[None, :]
     return widened(tl.load(x_ptr + at, mask=here[:, None], other=0.0))
@@ -367,25 +269,6 @@ def _nvfp4_words(x0, x1, byte, g, RULE: tl.constexpr, ZEROS: tl.constexpr):
     """The two words of codes of blocks `x0`, `x1` `[ROWS, 8]`."""
     word0 = pack_words(_nvfp4_codes(x0, byte, g, RULE, ZEROS))
     return word0, pack_words(_nvfp4_codes(x1, byte, g, RULE, ZEROS))
-
-
-@triton.jit
-def nvfp4_scale_bytes(amax, g, RULE: tl.constexpr):
-    """E4M3 bytes (int32) of blocks with maxima `amax` under the decode multiplier `g`; as `nvfp4.RULES`."""
-    if RULE == "quark":
-        byte = e4m3_bytes(tl.div_rn(amax, g * 6.0))
-        byte = tl.where(byte == 0, 0x38, byte)
-    elif RULE == "quark_f2f":
-        scale = tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32))
-        byte = e4m3_bytes(tl.div_rn(tl.where(scale == 0, 1.1920928955078125e-07, scale), g))
-    elif RULE == "torchao":
-        scale = tl.div_rn(tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32)), g)
-        byte = e4m3_bytes(tl.where(scale < 0.015625, 0.015625, scale))
-    else:
-        scale = tl.div_rn(amax, g * 6.0)
-        scale = tl.where(scale == 0, 1.0, scale)
-        byte = e4m3_bytes(tl.where(scale < 0.001953125, 0.001953125, scale))
-    return byte
 
 
 @triton.jit
@@ -435,8 +318,8 @@ def _mxfp4_kernel(
 ):
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     here = block < blocks
-    x0, x1 = _eight(x_ptr, block * 32, here), _eight(x_ptr, block * 32 + 8, here)
-    x2, x3 = _eight(x_ptr, block * 32 + 16, here), _eight(x_ptr, block * 32 + 24, here)
+    x0, x1 = eight_values(x_ptr, block * 32, here), eight_values(x_ptr, block * 32 + 8, here)
+    x2, x3 = eight_values(x_ptr, block * 32 + 16, here), eight_values(x_ptr, block * 32 + 24, here)
     amax = larger(largest_magnitude(x0, 1), largest_magnitude(x1, 1))
     amax = larger(amax, larger(largest_magnitude(x2, 1), largest_magnitude(x3, 1)))
     byte = mxfp4_scale_bytes(amax, RULE)
@@ -482,26 +365,3 @@ def _mxfp4_error(x0, x1, x2, x3, word0, word1, word2, word3, byte):
     step = tl.div_rn(tl.full(byte.shape, 1.0, tl.float32), e8m0_inverses(byte)).to(tl.float64)
     error = squared_error(x0, word0, step) + squared_error(x1, word1, step)
     return error + squared_error(x2, word2, step) + squared_error(x3, word3, step)
-
-
-@triton.jit
-def mxfp4_scale_bytes(amax, RULE: tl.constexpr):
-    """E8M0 bytes (int32) of blocks with maxima `amax`: 0 for a zero block, 255 for NaN and infinity."""
-    bits = float_bits(amax)
-    if (RULE == "log2") | (RULE == "torchao"):
-        # The logarithm rounded to float32, as these tools have it.
-        quotient = tl.maximum(tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32)), 5.877471754111438e-39)
-        k = tl.ceil(tl.log2(quotient.to(tl.float64)).to(tl.float32))
-        byte = tl.minimum(tl.maximum(k, -127.0), 125.0).to(tl.int32) + 127
-    elif RULE == "floor_log2":
-        k = tl.floor(tl.log2(tl.maximum(amax, 1.1754943508222875e-38).to(tl.float64)).to(tl.float32)) - 2.0
-        byte = tl.minimum(tl.maximum(k, -127.0), 125.0).to(tl.int32) + 127
-    else:
-        # What to add to the bits so that the exponent grows where the rule rounds up: from a significand of 1.75
-        # (even), above 1.5 (rceil), above 1 (ceil).
-        CARRY: tl.constexpr = (
-            0x200000 if RULE == "even" else 0x3FFFFF if RULE == "rceil" else 0x7FFFFF if RULE == "ceil" else 0
-        )
-        byte = tl.minimum(tl.maximum(((bits + CARRY) >> 23) - 2, 0), 252)
-    byte = tl.where(bits == 0, 0, byte)
-    return tl.where(bits >= 0x7F800000, 255, byte)

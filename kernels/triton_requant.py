@@ -20,8 +20,8 @@ from torch import Tensor
 
 from .tables import MXFP4_BLOCK, MXFP4_RULES, NVFP4_BLOCK, ScaleRule
 from .triton_elements import bits_float, e2m1_magnitude_codes, e2m1_values, e4m3_values, e8m0_inverses, float_bits
-from .triton_launch import EXACT, bytes_of, check_scales, global_per_block, has_permute, scale_shape, tile
-from .triton_quantize import mxfp4_scale_bytes
+from .triton_launch import EXACT, bytes_of, check_scales, has_permute, scale_shape, tile
+from .triton_scales import mxfp4_scale_bytes
 
 _ROWS = tile(128)  # blocks a program: one a thread of 4 warps
 TABLE_WORTH = 1 << 13  # half blocks of one global scale from which on its table pays
@@ -104,7 +104,7 @@ def requant_tables(g: Tensor, rule: str, *, values: bool = False) -> tuple[Tenso
     """
     exponents = torch.empty((g.numel(), 128, 8), dtype=torch.int16, device=g.device)
     codes = torch.empty((g.numel(), 128, 16), dtype=torch.int64, device=g.device)
-    _table_kernel[(g.numel(),)](g, exponents, codes, RULE=rule, VALUES=values, num_warps=4, **EXACT)
+    _table_kernel[(g.numel(), 8)](g, exponents, codes, RULE=rule, VALUES=values, SCALES=16, num_warps=2, **EXACT)
     return exponents, codes
 
 
@@ -112,9 +112,9 @@ def requant_tables(g: Tensor, rule: str, *, values: bool = False) -> tuple[Tenso
 
 
 @triton.jit
-def _table_kernel(g_ptr, exponents_ptr, codes_ptr, RULE: tl.constexpr, VALUES: tl.constexpr):
+def _table_kernel(g_ptr, exponents_ptr, codes_ptr, RULE: tl.constexpr, VALUES: tl.constexpr, SCALES: tl.constexpr):
     one = tl.program_id(0).to(tl.int64)
-    scale = tl.arange(0, 128)
+    scale = tl.program_id(1) * SCALES + tl.arange(0, SCALES)
     size = tl.abs(e4m3_values(scale) * tl.load(g_ptr + one))
     old = float_bits(size) >> 23
     code = tl.arange(0, 8)
@@ -123,7 +123,7 @@ def _table_kernel(g_ptr, exponents_ptr, codes_ptr, RULE: tl.constexpr, VALUES: t
     tl.store(exponents_ptr + one * 1024 + scale[:, None] * 8 + code[None, :], byte.to(tl.int16))
     offset = tl.arange(0, _OFFSETS)[None, :]
     inverse = e8m0_inverses(tl.minimum(tl.maximum(old[:, None] + offset - 4, 0), 253))
-    low, high = _new_codes(tl.broadcast_to(size[:, None], [128, _OFFSETS]), inverse, VALUES)
+    low, high = _new_codes(tl.broadcast_to(size[:, None], [SCALES, _OFFSETS]), inverse, VALUES)
     word = (low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32)
     tl.store(codes_ptr + one * (128 * _OFFSETS) + scale[:, None] * _OFFSETS + offset, word)
 
@@ -162,7 +162,7 @@ def requant_block(
     PERMUTE: tl.constexpr,
     VALUES: tl.constexpr,
 ):
-    """E8M0 bytes `[ROWS]` of blocks of two halves, and their new codes by old magnitude codes: bytes of two words `[ROWS, 2]`.
+    """E8M0 bytes `[ROWS]` of blocks of two halves, and their new codes by old ones: bytes of two words `[ROWS, 2]`.
 
     even, odd: the first and the second word of codes of each half; scale: its byte; table: its global scale's number.
     VALUES: the new codes' values in E5M2; NaN where the E8M0 byte is 255.
@@ -187,10 +187,8 @@ def requant_block(
 
 
 @triton.jit
-def global_number(
-    block, tile, ROWS: tl.constexpr, here, per_global, ONE_GLOBAL: tl.constexpr, TABLED: tl.constexpr
-):
-    """Which global scale each half of the `block`s `[ROWS]` of the `tile`-th tile has, `[ROWS, 2]`; 0 where not `here`."""
+def global_number(block, tile, ROWS: tl.constexpr, here, per_global, ONE_GLOBAL: tl.constexpr, TABLED: tl.constexpr):
+    """Which global scale each half of the blocks `[ROWS]` of the `tile`-th tile has, `[ROWS, 2]`; 0 if not `here`."""
     half = block[:, None] * 2 + tl.arange(0, 2)[None, :]
     if ONE_GLOBAL:
         table = tl.zeros([ROWS, 2], tl.int32)

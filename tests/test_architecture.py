@@ -23,10 +23,11 @@ BENEATH = {
     "comparison": {"statistics"},
     "gating": {"statistics"},
     "reporting": set(),
+    "bench": {"checkpoints", "formats", "kernels", "serving", "statistics"},
 }
 # The files beside the rooms, from the entry points down: each may import those that come later.
-FILES = ("cli", "run", "answer_commands", "commands", "experiment", "arms", "settings", "composition", "runfolder",
-         "bench", "progress", "entry", "interrupt", "errors")  # fmt: skip
+FILES = ("cli", "run", "analysis_commands", "answer_commands", "bench_commands", "commands", "experiment", "arms",
+         "settings", "composition", "runfolder", "progress", "entry", "interrupt", "errors")  # fmt: skip
 EVERYONE = {"errors", "interrupt", "records"}
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from workbench import bench, cli
+from workbench import cli
+from workbench.bench import kernels as bench
 
 FUNCTIONS = [
     "nvfp4 quantize (amax)",

@@ -86,6 +86,8 @@ def test_mini_full_is_the_real_policy() -> None:
         ("baseline=nobody", "nobody"),
         ("stages=[lint,dance]", "dance"),
         ("arms.nvfp4.backend.kind=magic", "magic"),
+        ("arms.nvfp4.backend.compat=sglang", "compat"),
+        ("+arms.nvfp4_to_mxfp4.backend.compat=vllm", "emulation"),
         ("arms.source.request_order=random", "random"),
         ("noise_arm=ghost", "ghost"),
         ("noise_arm=source", "noise_arm"),

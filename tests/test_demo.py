@@ -165,6 +165,7 @@ def answers(folder: Path) -> list[tuple[Any, ...]]:
         (broken.double_layer_scale, "model.layers.2"),
         (broken.swap_nibbles, "model.layers.2"),
         (broken.zero_expert, "model.layers.2.mlp.experts.5"),
+        (broken.nan_expert, "model.layers.2.mlp.experts.5"),
     ],
 )
 def test_an_arm_broken_on_purpose_is_not_passed_and_named(
@@ -176,6 +177,7 @@ def test_an_arm_broken_on_purpose_is_not_passed_and_named(
     done = run(tmp_path, f"model.checkpoints.nvfp4.path={folder}", stages, "analysis.capture=false")
     assert done.returncode in (1, 2), done.stdout + done.stderr
     assert says in done.stdout
+    assert "cause: quantization, caught by " in done.stdout
 
 
 def test_the_policy_that_passes_the_model_fails_an_arm_with_swapped_nibbles(finished: Path, tmp_path: Path) -> None:

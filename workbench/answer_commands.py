@@ -176,8 +176,9 @@ def gate(arguments: argparse.Namespace) -> int:
 
     from workbench import records
     from workbench.comparison import make_baseline, write_baseline
-    from workbench.experiment import judge
+    from workbench.experiment import judge_files
     from workbench.gating import append_history, append_step_summary, read_history, to_step_summary, trend_lines
+    from workbench.reporting.load import load_run
 
     if arguments.update_baseline and not arguments.baseline:
         raise ConfigError("--update-baseline needs --baseline FILE", fix="name the file to write")
@@ -190,11 +191,11 @@ def gate(arguments: argparse.Namespace) -> int:
     for key in ("gated", "reported"):
         if getattr(arguments, key):
             policy[key] = getattr(arguments, key)
-    verdict = judge(arguments.run, policy, since=None if arguments.update_baseline else arguments.baseline)
+    files = load_run(arguments.run)
+    verdict = judge_files(files, policy, since=None if arguments.update_baseline else arguments.baseline)
     if arguments.json:
         records.write_json(arguments.json, verdict)
-    compared = arguments.run / "comparison.json"
-    comparison = records.read_json(records.Comparison, compared) if compared.exists() else None
+    comparison = files.comparison
     trend: list[str] = []
     if arguments.history:
         when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -233,4 +234,9 @@ def _say_verdict(verdict: Verdict) -> int:
     print(verdict.headline)
     for check in verdict.checks:
         print(f"  {check.status}: {check.name}: {check.reason}")
+    for found in verdict.attributions:
+        caught = ", ".join(found.caught_by) or "nothing"
+        print(f"cause: {found.cause}, caught by {caught}. {found.summary}")
+        for question in found.would_tell:
+            print(f"  would tell: {question}")
     return verdict.exit_code

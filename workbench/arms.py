@@ -115,6 +115,7 @@ class Arms:
             format=arm.format.name if arm.format else None,
             rule=arm.format.rule if arm.format else None,
             activations=arm.backend.activations,
+            compat=arm.backend.compat,
             exclude=self._exclude(arm),
             kv_cache_dtype=arm.kv_cache_dtype,
             engine=_engine_spec(self.settings.engine, arm.base_url or self.settings.engine.base_url),

@@ -4,10 +4,12 @@
     workbench quantize SRC DST --format nvfp4 --dialect modelopt --exclude '*self_attn*' --calibrate
     workbench quantize SRC DST --recipe kimi_k2_6_nvfp4 --dialect modelopt --jobs 2 --resume
     workbench serve PATH --backend emulation
-    workbench analyze SOURCE FIRST --second mxfp4
+    workbench numerics PATH --backend stock
+    workbench analyze --source SOURCE --first FIRST --second mxfp4 --out FOLDER
     workbench evaluate URL --model NAME --tokenizer PATH --task gsm8k_mini --out FOLDER
     workbench report RUN
     workbench bench kernels --device cpu
+    workbench bench serve --requant CHECKPOINT --format mxfp4 --out FOLDER
 
 Exit codes: 0 done (or clean, or pass), 1 lint findings or a regression, 2 inconclusive or invalid, 3 could not run:
 also for a bad flag. Imports that take time stand inside the commands.
@@ -22,7 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import workbench
-from workbench import answer_commands, commands
+from workbench import analysis_commands, answer_commands, bench_commands, commands
 from workbench.entry import COULD_NOT_RUN, explain, safe_streams
 from workbench.interrupt import terminable
 
@@ -78,6 +80,17 @@ def _whole(least: int, most: int) -> Callable[[str], int]:
         return int(text)
 
     return whole
+
+
+def _bits(text: str) -> float:
+    """Bits a weight, 1 to 32."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1 <= value <= 32:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of bits from 1 to 32")
+    return value
 
 
 def _text(text: str) -> str:
@@ -174,42 +187,53 @@ def _parser() -> argparse.ArgumentParser:
     calibrate.add_argument("--out", type=_path, required=True, metavar="FILE")
     _add_capture(calibrate)
 
-    analyze = add("analyze", commands.analyze, "weight error and matrix-product noise of one or two quantizations")
-    analyze.add_argument("source", type=_path, help="the producer's original")
-    analyze.add_argument("first", type=_path, help="the quantized checkpoint")
+    analyze = add("analyze", analysis_commands.analyze, "weight error of one or two quantizations, matrix by matrix")
+    analyze.add_argument("source_path", type=_path, nargs="?", metavar="SOURCE", help="the producer's original")
+    analyze.add_argument("first_path", type=_path, nargs="?", metavar="FIRST", help="the quantized checkpoint")
+    analyze.add_argument("--source", type=_path, metavar="SOURCE", help="the same; without one, what needs no source")
+    analyze.add_argument("--first", type=_path, metavar="FIRST", help="the same; without one, source to --second")
     analyze.add_argument(
         "--second", type=_text, default="mxfp4", help="format to requantize to, or a checkpoint's folder"
     )
     analyze.add_argument("--rule", help="scale rule of the second quantization")
+    analyze.add_argument("--select", type=_text, metavar="GLOB", help="only matrices of these names")
+    analyze.add_argument("--sample", type=_whole(1, MOST), metavar="N", help="about N matrices, of every kind")
     analyze.add_argument("--activations", type=_path, metavar="FILE", help="a file that `workbench calibrate` wrote")
-    analyze.add_argument("--bootstrap", type=_whole(1, MOST), default=200)
+    analyze.add_argument(
+        "--products",
+        choices=["auto", "gaussian", "moments", "none"],
+        default="auto",
+        help="output noise of matrix products; auto: with --activations only; moments: expected, weights only",
+    )
+    analyze.add_argument("--bootstrap", type=_whole(1, MOST), default=1000)
+    analyze.add_argument("--seed", type=_whole(0, MOST), default=0)
     analyze.add_argument("--out", type=_path, required=True, metavar="FOLDER")
 
+    plan = add("plan", analysis_commands.plan, "a mixed-precision recipe within a budget of bits, by output noise")
+    plan.add_argument("source", type=_path)
+    plan.add_argument("--bits", type=_bits, required=True, help="stored bits a weight, scales included")
+    plan.add_argument("--format", action="append", metavar="NAME", help="to choose among; default: mxfp4, nvfp4, ...")
+    plan.add_argument("--activations", type=_path, metavar="FILE", help="a file that `workbench calibrate` wrote")
+    plan.add_argument("--granularity", choices=["layer", "expert"], default="layer", help="what shares a format")
+    plan.add_argument("--json", type=_path, metavar="FILE", help="also write every choice as JSON")
+    plan.add_argument("--out", type=_path, required=True, metavar="RECIPE", help="the recipe, for `quantize --recipe`")
+
+    whatif = add("whatif", analysis_commands.whatif, "predict formats, rules and block sizes from the weights alone")
+    whatif.add_argument("source", type=_path)
+    whatif.add_argument("--first", type=_path, metavar="FIRST", help="a quantized checkpoint of it, as stored")
+    whatif.add_argument("--sample", type=_whole(1, MOST), metavar="N", help="about N matrices, of every kind")
+    whatif.add_argument("--seed", type=_whole(0, MOST), default=0)
+    whatif.add_argument("--out", type=_path, metavar="FILE", help="also write every matrix's figures as parquet")
+
     serve = add("serve", commands.serve, "serve a checkpoint through a backend on vLLM until Ctrl-C")
-    serve.add_argument("path", type=_path)
-    serve.add_argument("--backend", default="emulation", choices=["reference", "emulation", "requant"])
-    serve.add_argument("--format", choices=["nvfp4", "mxfp4"], help="target of requant")
-    serve.add_argument("--rule", help="scale rule of requant")
-    serve.add_argument("--activations", default="auto", choices=["auto", "none"], help="none: weight-only")
-    serve.add_argument("--exclude", action="append", type=_text, default=[], metavar="GLOB")
-    serve.add_argument("--kv-cache-dtype", default="auto")
-    serve.add_argument("--dtype", default="bfloat16")
-    serve.add_argument("--host", type=_text, default="127.0.0.1")
-    serve.add_argument("--port", type=int, default=8000)
-    serve.add_argument("--max-model-len", type=int, default=2048, help="0: the model's own")
-    serve.add_argument("--tensor-parallel-size", type=int, default=1)
-    serve.add_argument("--name", type=_text, help="the model name it answers to")
-    log = Path("workbench-serve.log")
-    serve.add_argument("--log", type=_path, metavar="FILE", default=log, help="the engine's own output")
-    serve.add_argument(
-        "--engine-arg",
-        action="append",
-        type=_pair,
-        default=[],
-        metavar="KEY=VALUE",
-        help="any vLLM flag, verbatim",
+    _add_serving(serve, port=8000, log=Path("workbench-serve.log"))
+    serve.add_argument("--numerics", type=_path, metavar="FILE", help="probe what runs; write the card there")
+
+    numerics = add(
+        "numerics", commands.numerics, "start a server and tell what every layer of it really runs; 1: not as asked"
     )
-    serve.add_argument("--engine-env", action="append", type=_pair, default=[], metavar="KEY=VALUE")
+    _add_serving(numerics, port=0, log=Path("workbench-numerics.log"))
+    numerics.add_argument("--json", type=_path, metavar="FILE", help="also write the card as JSON")
 
     evaluate = add("evaluate", answer_commands.evaluate, "run lm-eval tasks against an OpenAI-compatible endpoint")
     evaluate.add_argument("url", help="base URL, ending in /v1")
@@ -283,15 +307,108 @@ def _parser() -> argparse.ArgumentParser:
     report = add("report", commands.report, "render report.html and summary.md of a run folder")
     report.add_argument("run", type=_path)
 
-    bench = add("bench", commands.bench, "measure the kernels against the reference and the producers' own code")
-    bench.add_argument("what", choices=["kernels"])
-    bench.add_argument("--device", default="cpu", choices=["cpu"])
-    bench.add_argument("--rows", type=int, default=2048)
-    bench.add_argument("--columns", type=int, default=7168)
-    bench.add_argument("--threads", type=int, help="default: torch's own number")
-    bench.add_argument("--repeats", type=int, default=5)
-    bench.add_argument("--json", type=_path, metavar="FILE", help="also write every number as JSON")
+    _add_bench(add("bench", lambda _: 0, "measure the kernels, or what serving costs"))
     return parser
+
+
+def _add_serving(parser: argparse.ArgumentParser, *, port: int, log: Path) -> None:
+    """What to serve, and how."""
+    parser.add_argument("path", type=_path)
+    parser.add_argument(
+        "--backend",
+        default="emulation",
+        choices=["reference", "emulation", "requant", "stock"],
+        help="stock: vLLM's own path, without our plugin",
+    )
+    parser.add_argument("--format", choices=["nvfp4", "mxfp4"], help="target of requant")
+    parser.add_argument("--rule", help="scale rule of requant")
+    parser.add_argument("--activations", default="auto", choices=["auto", "none"], help="none: weight-only")
+    parser.add_argument(
+        "--compat", default="none", choices=["none", "vllm"], help="vllm: scales combined as its own NVFP4 methods do"
+    )
+    parser.add_argument("--exclude", action="append", type=_text, default=[], metavar="GLOB")
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--host", type=_text, default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=port)
+    parser.add_argument("--max-model-len", type=int, default=2048, help="0: the model's own")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--name", type=_text, help="the model name it answers to")
+    parser.add_argument("--log", type=_path, metavar="FILE", default=log, help="the engine's own output")
+    parser.add_argument(
+        "--engine-arg",
+        action="append",
+        type=_pair,
+        default=[],
+        metavar="KEY=VALUE",
+        help="any vLLM flag, verbatim",
+    )
+    parser.add_argument("--engine-env", action="append", type=_pair, default=[], metavar="KEY=VALUE")
+
+
+def _add_bench(bench: argparse.ArgumentParser) -> None:
+    """Its commands' parsers are of the same class, so that a bad flag ends in 3 there too."""
+    what = bench.add_subparsers(required=True, metavar="WHAT")
+    kernels = what.add_parser(
+        "kernels",
+        help="the kernels against the reference, the producers' own code and a copy",
+        description="Measure the kernels against the reference, the producers' own code, vLLM's, and a copy.",
+    )
+    kernels.set_defaults(command=bench_commands.kernels)
+    kernels.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    kernels.add_argument("--rows", type=int, help="cpu: default 2048")
+    kernels.add_argument("--columns", type=int, help="cpu: default 7168")
+    kernels.add_argument("--threads", type=int, help="cpu: default torch's own number")
+    kernels.add_argument("--repeats", type=int, help="cpu: default 5")
+    kernels.add_argument(
+        "--only", action="append", choices=["streams", "linear", "experts"], help="cuda: this table; may be repeated"
+    )
+    kernels.add_argument("--quick", action="store_true", help="cuda: fewer sizes")
+    kernels.add_argument("--json", type=_path, metavar="FILE", help="also write every number as JSON")
+    kernels.add_argument("--markdown", type=_path, metavar="FILE", help="cuda: also write the tables as Markdown")
+    _add_bench_serve(
+        what.add_parser(
+            "serve",
+            help="load time, memory and latency of one or several arms, and their ratios",
+            description="Measure load time, memory and latency of arms on vLLM, through its own benchmark client.",
+        )
+    )
+
+
+def _add_bench_serve(serve: argparse.ArgumentParser) -> None:
+    serve.set_defaults(command=bench_commands.serve)
+    serve.add_argument(
+        "--arm",
+        action="append",
+        type=_pair,
+        default=[],
+        metavar="NAME=CHECKPOINT[,backend=…,format=…,rule=…,activations=…,url=…]",
+        help="the first is the baseline, unless --requant is given",
+    )
+    serve.add_argument(
+        "--requant", type=_text, metavar="CHECKPOINT", help="its requantization at load against the same file to file"
+    )
+    serve.add_argument("--format", default="mxfp4", choices=["mxfp4", "nvfp4"], help="of --requant")
+    serve.add_argument("--rule", help="scale rule of --requant")
+    serve.add_argument(
+        "--exclude", action="append", type=_text, default=[], metavar="GLOB", help="of --requant: stays as it is"
+    )
+    serve.add_argument("--preset", default="small", choices=["small", "published"])
+    serve.add_argument("--input", type=_whole(1, MOST_TOKENS), metavar="TOKENS", help="a load of one's own, all four:")
+    serve.add_argument("--output", type=_whole(1, MOST_TOKENS), metavar="TOKENS")
+    serve.add_argument("--concurrency", type=_whole(1, MOST))
+    serve.add_argument("--prompts", type=_whole(1, MOST))
+    serve.add_argument("--repeat", type=_whole(1, MOST), default=10, help="after one warm-up, which is dropped")
+    serve.add_argument("--margin", type=float, default=0.01, help="of equivalence, as a proportion")
+    serve.add_argument("--one-at-a-time", action="store_true", help="where memory holds one server: start each anew")
+    serve.add_argument("--tokenizer", type=_path, help="default: the first arm's checkpoint")
+    serve.add_argument("--compiled", action="store_true", help="torch.compile and CUDA graphs")
+    serve.add_argument("--max-model-len", type=_whole(0, MOST_TOKENS), default=0, help="0: what the load needs")
+    serve.add_argument("--dtype", default="bfloat16")
+    serve.add_argument("--tensor-parallel-size", type=_whole(1, MOST), default=1)
+    serve.add_argument("--engine-arg", action="append", type=_pair, default=[], metavar="KEY=VALUE")
+    serve.add_argument("--engine-env", action="append", type=_pair, default=[], metavar="KEY=VALUE")
+    serve.add_argument("--out", type=_path, required=True, metavar="FOLDER", help="serving_cost.json; a run's, too")
 
 
 def _add_capture(parser: argparse.ArgumentParser) -> None:

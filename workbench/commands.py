@@ -10,12 +10,14 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from workbench.errors import ConfigError, OutputError
 
+if TYPE_CHECKING:
+    from workbench.serving.spec import ServeSpec
+
 SHOWN_NAMES = 3  # of a lint finding's tensors; --json has all
-TARGETS = ("nvfp4", "mxfp4")  # what `analyze --second` converts to
 
 
 def lint(arguments: argparse.Namespace) -> int:
@@ -74,7 +76,7 @@ def quantize(arguments: argparse.Namespace) -> int:
 
     if arguments.prompts and not arguments.calibrate:
         raise ConfigError("--prompts is for --calibrate, which is not given", fix="add --calibrate, or drop --prompts")
-    _check_input("--activations", arguments.activations)
+    check_input("--activations", arguments.activations)
     recipe = read_recipe(arguments.recipe) if arguments.recipe else None
     shared_globals = not arguments.no_shared_globals
     check_request(  # before a calibration starts
@@ -131,16 +133,44 @@ def calibrate(arguments: argparse.Namespace) -> int:
 
 def serve(arguments: argparse.Namespace) -> int:
     from workbench.serving.serve import serve_forever
-    from workbench.serving.spec import EngineSpec, ServeSpec
 
     check_file("--log", arguments.log)
-    spec = ServeSpec(
+    if arguments.numerics:
+        check_file("--numerics", arguments.numerics)
+    serve_forever(_serve_spec(arguments, numerics=bool(arguments.numerics)), arguments.log, numerics=arguments.numerics)
+    return 0
+
+
+def numerics(arguments: argparse.Namespace) -> int:
+    """0: every layer runs as asked; 1: some do not. Raises EngineError where no card could be taken."""
+    from workbench import records
+    from workbench.errors import EngineError
+    from workbench.serving.numerics import table
+    from workbench.serving.serve import take_card
+
+    check_file("--log", arguments.log)
+    if arguments.json:
+        check_file("--json", arguments.json)
+    card = take_card(_serve_spec(arguments, numerics=True), arguments.log)
+    if card.error:
+        raise EngineError(f"no numerics card: {card.error}", fix=f"read the log, {arguments.log}")
+    if arguments.json:
+        records.write_json(arguments.json, card)
+    print(table(card))
+    return 0 if card.as_asked else 1
+
+
+def _serve_spec(arguments: argparse.Namespace, *, numerics: bool) -> ServeSpec:
+    from workbench.serving.spec import EngineSpec, ServeSpec
+
+    return ServeSpec(
         arm=arguments.name or arguments.path.resolve().name,
         checkpoint=arguments.path,
         backend=arguments.backend,
         format=arguments.format,
         rule=arguments.rule,
         activations=arguments.activations,
+        compat=arguments.compat,
         exclude=tuple(arguments.exclude),
         kv_cache_dtype=arguments.kv_cache_dtype,
         engine=EngineSpec(
@@ -151,72 +181,15 @@ def serve(arguments: argparse.Namespace) -> int:
             tensor_parallel_size=arguments.tensor_parallel_size,
             args=dict(arguments.engine_arg),
             env=dict(arguments.engine_env),
+            numerics=numerics,
         ),
     )
-    serve_forever(spec, arguments.log)
-    return 0
-
-
-def analyze(arguments: argparse.Namespace) -> int:
-    from workbench.analysis.study import analyze_pairs
-    from workbench.progress import Progress
-    from workbench.settings import FormatSettings, PairSettings
-
-    check_folder("--out", arguments.out)
-    for checkpoint in (arguments.source, arguments.first):
-        if arguments.out.resolve().is_relative_to(checkpoint.resolve()):
-            raise ConfigError(f"--out {arguments.out} lies within the checkpoint {checkpoint}", fix="write elsewhere")
-    _check_input("--activations", arguments.activations)
-    target = arguments.second in TARGETS
-    if arguments.rule and not target:
-        raise ConfigError("--rule belongs to a second format, not to a stored checkpoint", fix="drop --rule")
-    if not target and not arguments.second.startswith("hf:") and not Path(arguments.second).is_dir():
-        raise ConfigError(
-            f"--second {arguments.second} is neither a format nor a checkpoint's folder",
-            fix=f"give {' or '.join(TARGETS)}, or a folder that exists",
-        )
-    second: tuple[Path, FormatSettings | None, str] = (Path(arguments.second), None, "auto")
-    if target:
-        second = (arguments.first, FormatSettings(name=arguments.second, rule=arguments.rule), "auto")
-    analyze_pairs(
-        out=arguments.out,
-        source_arm="source",
-        pairs=(PairSettings(first="first", second="second"),),
-        arms={"source": (arguments.source, None, "none"), "first": (arguments.first, None, "auto"), "second": second},
-        activations=arguments.activations,
-        bootstrap=arguments.bootstrap,
-        progress=Progress().bar,
-    )
-    print(f"wrote tensors.parquet, gemm.parquet and analysis.json in {arguments.out}")
-    return 0
 
 
 def report(arguments: argparse.Namespace) -> int:
     from workbench.reporting import build_report
 
     print(build_report(arguments.run, strict=True))
-    return 0
-
-
-def bench(arguments: argparse.Namespace) -> int:
-    import torch
-
-    from workbench import bench, records
-
-    if arguments.json:
-        check_file("--json", arguments.json)
-    cores = os.cpu_count() or 1
-    if arguments.threads is not None and arguments.threads > cores:
-        raise ConfigError(f"--threads {arguments.threads}: this machine has {cores} cores", fix=f"at most {cores}")
-    result = bench.bench_kernels(
-        rows=arguments.rows,
-        columns=arguments.columns,
-        threads=torch.get_num_threads() if arguments.threads is None else arguments.threads,
-        repeats=arguments.repeats,
-    )
-    if arguments.json:
-        records.write_json(arguments.json, result)
-    print(bench.table(result))
     return 0
 
 
@@ -299,7 +272,7 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"cannot read {path}: {error}", fix="give an existing UTF-8 text file") from error
 
 
-def _check_input(flag: str, path: Path | None) -> None:
+def check_input(flag: str, path: Path | None) -> None:
     """Refuse a file that is not there. Raises ConfigError."""
     if path is not None and not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from workbench import records, runfolder
 from workbench.arms import Arms, check_arms, is_given
 from workbench.composition import resolved_yaml
-from workbench.errors import ConfigError, OutputError
+from workbench.errors import ConfigError, EngineError, OutputError
 from workbench.progress import Progress
 from workbench.settings import STAGES, ArmSettings, Settings, read_settings
 
@@ -53,15 +53,24 @@ def judge(run: Path, policy: dict[str, Any], since: Path | None = None) -> Verdi
     """Judge a run folder's records by a policy; writes verdict.json and junit.xml. since: a committed baseline, which
     the run's arms are paired with as well.
 
-    Raises ConfigError for a folder that is no run, a policy that is not understood or an arm that the run does not
-    have; OutputError naming what is damaged.
+    Raises as `judge_files` does, ConfigError for a folder that is no run too.
+    """
+    from workbench.reporting.load import load_run
+
+    return judge_files(load_run(run), policy, since)
+
+
+def judge_files(files: RunFiles, policy: dict[str, Any], since: Path | None = None) -> Verdict:
+    """Judge a run whose files were read already.
+
+    Raises ConfigError for a policy that is not understood or an arm that the run does not have; OutputError naming
+    what is damaged.
     """
     from workbench.comparison import compare_with_baseline, read_baseline
     from workbench.gating import gate, read_policy, to_junit
-    from workbench.reporting.load import load_run
 
-    files = load_run(run)
-    judged = ("lint", "server", "equality", "eval", "comparison.json", "tensors.parquet")
+    run = files.run_dir
+    judged = ("lint", "server", "equality", "eval", "comparison.json", "tensors.parquet", "serving_cost.json")
     files.refuse_damaged("config.yaml", "manifest.json", *judged)
     known = _arms_of(files)
     if not policy.get("gated"):
@@ -82,6 +91,8 @@ def judge(run: Path, policy: dict[str, Any], since: Path | None = None) -> Verdi
         evaluations=files.evaluations,
         servers=files.servers,
         equality=files.equality,
+        preflights=files.preflights,
+        serving_cost=files.serving_cost,
         since=compare_with_baseline(run, read_baseline(since)) if since else None,
     )
     records.write_json(run / "verdict.json", verdict)
@@ -130,6 +141,10 @@ def _check_rooms(settings: Settings) -> None:
         tokenizer = Path(model.tokenizer)
         for arm in settings.arms.values():
             check_settings(arm.request_order, 1, model.api, model.chat_template, tokenizer, model.thinking_budget)
+    if settings.serving_cost.preset != "off":
+        from workbench.bench.serve import loads_of
+
+        loads_of(settings.serving_cost.preset, settings.engine.max_model_len)
     if "gate" in settings.stages:
         policy = read_policy(settings.gate)
         _check_named("gate: the experiment has", [*policy.gated, *policy.reported], settings.arms)
@@ -299,7 +314,44 @@ class _Run:
             if scores.exists():
                 self.say.note(f"{name}: evaluated before")
                 continue
-            self._evaluate_arm(name, arm)
+            if arm.optional and (card := self._card(name)) is not None and card.error:
+                self.say.note(f"{name}: {card.verdict}")
+                continue
+            try:
+                self._evaluate_arm(name, arm)
+            except EngineError as error:
+                if not arm.optional:
+                    raise
+                self._note_failure(name, error)
+        if self.settings.serving_cost.preset != "off":
+            self._measure_serving()
+
+    def _measure_serving(self) -> None:
+        """Load time, memory and latency of every arm but the noise arm and those that may not start."""
+        from workbench.bench.serve import bench_serve, loads_of
+
+        target, wanted = self.folder.path / "serving_cost.json", self.settings.serving_cost
+        if target.exists():
+            self.say.note("serving cost: measured before")
+            return
+        baseline = self.settings.baseline
+        others = [
+            name
+            for name, arm in self.settings.arms.items()
+            if name not in (baseline, self.settings.noise_arm) and not arm.optional
+        ]
+        cost = bench_serve(
+            [self.arms.serve_spec(name) for name in (baseline, *others)],
+            loads_of(wanted.preset, self.settings.engine.max_model_len),
+            tokenizer=Path(self.settings.model.tokenizer),
+            out=self.folder.path / "serving_cost",
+            preset=wanted.preset,
+            repeats=wanted.repeat,
+            margin=wanted.margin,
+            together=wanted.together,
+            say=self.say.note,
+        )
+        records.write_json(target, cost)
 
     def _evaluate_arm(self, name: str, arm: ArmSettings) -> None:
         from workbench.evaluation.run import evaluate
@@ -310,6 +362,9 @@ class _Run:
         baseline = self.folder.path / "eval" / self.settings.baseline
         self.say.arm(name, arm.backend.kind)
         with start(self.arms.serve_spec(name), self.folder.path / "server" / f"{name}.log") as endpoint:
+            card = endpoint.numerics()
+            if card is not None:
+                self.say.note(f"{name}: {card.verdict}")
             result: Evaluation = evaluate(
                 arm=name,
                 base_url=endpoint.base_url,
@@ -331,8 +386,29 @@ class _Run:
                 progress=self.say.counter(f"{name}: answers"),
             )
             records.write_json(self.folder.path / "server" / f"{name}.json", endpoint.record())
+            if card is not None:
+                records.write_json(self._card_file(name), card)
         records.write_json(out / "scores.json", result)
         self.say.scores(result)
+
+    def _note_failure(self, name: str, error: EngineError) -> None:
+        """A server that may fail did: its card holds the engine's own words, and the run goes on without it."""
+        from workbench.serving.numerics import no_card
+        from workbench.serving.serverlog import root_cause
+
+        log = self.folder.path / "server" / f"{name}.log"
+        cause = root_cause(log.read_text(errors="replace")) if log.exists() else ""
+        backend = self.settings.arms[name].backend.kind
+        card = no_card(name, backend, cause or error.message.splitlines()[0], verdict="could not run")
+        records.write_json(self._card_file(name), card)
+        self.say.note(f"{name}: {card.verdict}")
+
+    def _card_file(self, name: str) -> Path:
+        return self.folder.path / "server" / f"{name}.numerics.json"
+
+    def _card(self, name: str) -> records.NumericsCard | None:
+        file = self._card_file(name)
+        return runfolder.read_record(records.NumericsCard, file) if file.exists() else None
 
     # ---- compare, gate, report ---------------------------------------------------------------------------------------
 
@@ -341,7 +417,11 @@ class _Run:
 
         self.say.stage("compare")
         settings = self.settings
-        candidates = [name for name in settings.arms if name != settings.baseline]
+        candidates = [
+            name
+            for name, arm in settings.arms.items()
+            if name != settings.baseline and not (arm.optional and not (self.folder.path / "eval" / name).is_dir())
+        ]
         comparison = compare_arms(
             self.folder.path, baseline=settings.baseline, candidates=candidates, noise_arm=settings.noise_arm or ""
         )

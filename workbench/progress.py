@@ -70,6 +70,10 @@ class Progress:
             yield item
         count(total, total)
 
+    def reading(self) -> Reading:
+        """A bar for a pass over files, which also says how fast it reads and how long it will take."""
+        return Reading(self)
+
     def verdict(self, verdict: Verdict, report: Path) -> None:
         self._line("")
         self._line(f"verdict: {verdict.status.upper()} (exit code {verdict.exit_code})")
@@ -77,6 +81,9 @@ class Progress:
         for check in verdict.checks:
             if check.status != "pass":
                 self._line(f"  {check.status}: {check.name}: {check.reason}")
+        for found in verdict.attributions:
+            if found.cause != "none":
+                self._line(f"  cause: {found.cause}, caught by {', '.join(found.caught_by)}. {found.summary}")
         if report.exists():
             self._line(f"report: {report}")
 
@@ -86,3 +93,39 @@ class Progress:
 
     def _line(self, text: str) -> None:
         print(text, flush=True)
+
+
+class Reading:
+    """`bar` counts items; `add` takes the bytes of those that were read. Items that were done before cost no time, so
+    the rest is estimated from those that were read."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._bytes = self._read = 0
+        self._start = time.monotonic()
+
+    def add(self, count: int) -> None:
+        self._bytes += count
+        self._read += 1
+
+    def bar(self, items: Iterable[T], total: int, what: str) -> Iterator[T]:
+        self._bytes, self._read, self._start = 0, 0, time.monotonic()
+        last, terminal = self._start, sys.stdout.isatty()
+        for done, item in enumerate(items):
+            if terminal:
+                print(f"\r{self._line(what, done, total)}", end="", flush=True)
+            elif time.monotonic() - last > 15:
+                last = time.monotonic()
+                print(self._line(what, done, total), flush=True)
+            yield item
+        print(("\r" if terminal else "") + self._line(what, total, total), flush=True)
+
+    def _line(self, what: str, done: int, total: int) -> str:
+        seconds = max(1e-9, time.monotonic() - self._start)
+        text = f"[{self._progress._elapsed()}]   {what}: {done} of {total}"
+        if self._read:
+            text += f", {self._bytes / seconds / 1e9:.2f} GB/s"
+            if done < total:
+                left = int(seconds / self._read * (total - done))
+                text += f", {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left"
+        return text

@@ -23,6 +23,7 @@ from workbench.composition import resolve
 from workbench.errors import ConfigError
 
 STAGES = ("prepare", "lint", "analyze", "evaluate", "compare", "gate", "report")
+BACKENDS = ("reference", "emulation", "requant", "stock")
 MOST = 1_000_000  # of whatever is counted: above it lies a typing mistake
 MOST_SEED = (1 << 32) - 1  # numpy's
 T = TypeVar("T")
@@ -67,6 +68,7 @@ class CheckpointSettings:
 class BackendSettings:
     kind: str
     activations: str = "auto"
+    compat: str = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +79,8 @@ class FormatSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ArmSettings:
-    """One arm: a checkpoint, a backend, a KV dtype. concurrency_factor scales the engine's concurrency for this arm."""
+    """One arm: a checkpoint, a backend, a KV dtype. concurrency_factor scales the engine's concurrency for this arm.
+    optional: a server that cannot be started is shown and does not end the run."""
 
     checkpoint: CheckpointSettings
     backend: BackendSettings
@@ -87,6 +90,7 @@ class ArmSettings:
     request_order: str = "forward"
     concurrency_factor: float = 1.0
     exclude: tuple[str, ...] | None = None
+    optional: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +122,8 @@ class EngineSettings:
     concurrency: int
     args: dict[str, Any] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
+    numerics: bool = False
+    baselines: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +160,16 @@ class ReportSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ServingCostSettings:
+    """What is measured of serving after the answers: a preset of `bench.serve.PRESETS`, or "off"."""
+
+    preset: str = "off"
+    repeat: int = 10
+    margin: float = 0.01
+    together: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
 class PathSettings:
     out: str
     cache: str
@@ -178,6 +194,7 @@ class Settings:
     paths: PathSettings
     report: ReportSettings
     compute: ComputeSettings
+    serving_cost: ServingCostSettings = field(default_factory=ServingCostSettings)
     resume: str | None = None
 
 
@@ -195,7 +212,7 @@ def read_settings(config: DictConfig) -> Settings:
         )
     settings = _read(Settings, resolve(config), "")
     _check(settings)
-    return settings
+    return _with_baselines(settings)
 
 
 def check_name(what: str, name: str) -> None:
@@ -249,9 +266,16 @@ def _check(settings: Settings) -> None:
                     f"analysis.pairs names the arm {named!r}, which does not exist", fix=f"arms: {', '.join(arms)}"
                 )
     for name, arm in arms.items():
-        if arm.backend.kind not in ("reference", "emulation", "requant"):
+        if arm.backend.kind not in BACKENDS:
             raise ConfigError(
-                f"arms.{name}.backend.kind is {arm.backend.kind!r}", fix="choose reference, emulation or requant"
+                f"arms.{name}.backend.kind is {arm.backend.kind!r}", fix=f"choose one of {', '.join(BACKENDS)}"
+            )
+        if arm.backend.compat not in ("none", "vllm"):
+            raise ConfigError(f"arms.{name}.backend.compat is {arm.backend.compat!r}", fix="choose none or vllm")
+        if arm.backend.compat != "none" and arm.backend.kind != "emulation":
+            raise ConfigError(
+                f"arms.{name}.backend.compat={arm.backend.compat} is emulation's, the arm runs {arm.backend.kind}",
+                fix=f"arms.{name}.backend.compat=none",
             )
         if arm.backend.kind == "requant" and arm.format is None:
             raise ConfigError(
@@ -266,6 +290,39 @@ def _check(settings: Settings) -> None:
             raise ConfigError(f"arms.{name}.request_order is {arm.request_order!r}", fix="choose forward or reversed")
         if not arm.checkpoint.path and arm.checkpoint.make is None:
             raise ConfigError(f"arm {name} has no checkpoint", fix="give its path, or a make: recipe, in the model")
+
+
+def _with_baselines(settings: Settings) -> Settings:
+    """The arms of `engine.baselines` added: for stock an `<arm>_stock` for every checkpoint, named after its first arm.
+
+    Optional: vLLM may have no path of its own for a checkpoint. Raises ConfigError for an unknown baseline, an engine
+    that is not started here, or an arm of that name that is there already.
+    """
+    unknown = [name for name in settings.engine.baselines if name != "stock"]
+    if unknown:
+        raise ConfigError(f"engine.baselines names {unknown[0]!r}", fix="choose: engine.baselines=[stock]")
+    if not settings.engine.baselines:
+        return settings
+    if settings.engine.kind != "vllm":
+        raise ConfigError(
+            "engine.baselines=[stock] starts vLLM with our plugin switched off; an external engine is not started here",
+            fix="engine=vllm, or give that server as an arm of its own: arms.NAME.base_url=URL",
+        )
+    arms, seen = dict(settings.arms), {a.checkpoint for a in settings.arms.values() if a.backend.kind == "stock"}
+    for name, arm in settings.arms.items():
+        if arm.checkpoint in seen:
+            continue
+        seen.add(arm.checkpoint)
+        if f"{name}_stock" in arms:
+            raise ConfigError(f"arm {name}_stock is there already", fix="rename it, or drop engine.baselines")
+        arms[f"{name}_stock"] = ArmSettings(
+            checkpoint=arm.checkpoint,
+            backend=BackendSettings(kind="stock"),
+            kv_cache_dtype=arm.kv_cache_dtype,
+            concurrency_factor=arm.concurrency_factor,
+            optional=True,
+        )
+    return dataclasses.replace(settings, arms=arms)
 
 
 def _missing_keys(node: Any, where: str = "") -> list[str]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from workbench.analysis.algebra import measure_matrix
+from workbench.analysis.journal import Journal
 from workbench.analysis.tensors import ArmPair, analyze_weights, read_frame, write_frame
 from workbench.checkpoints import open_checkpoint
 from workbench.errors import CheckpointError, ConfigError
@@ -48,10 +49,11 @@ def test_figures_are_those_of_the_stored_first_and_its_requantization(trio: Trio
     q = quantize(w, "nvfp4")
     a = q.dequantize()
     want = measure_matrix(
-        w, a, quantize(a, "mxfp4", "floor").dequantize(), quantize(w, "mxfp4", "floor").dequantize(), seed=5
+        w, a, quantize(a, "mxfp4", "floor").dequantize(), quantize(w, "mxfp4", "floor").dequantize(), seed=5, name=name
     )
-    for key, value in want.items():
-        assert row[key] == pytest.approx(value, rel=1e-12, nan_ok=True), key
+    of_scales = {key for key in want if "_error_" in key or "flowed" in key or "saturated" in key or "asymm" in key}
+    for key in want.keys() - of_scales:  # dense values have no scales
+        assert row[key] == pytest.approx(want[key], rel=1e-9, abs=1e-15, nan_ok=True), key
     assert np.float32(row["first_global_scale"]) == np.float32(q.global_scale)
 
 
@@ -142,16 +144,24 @@ def test_a_plain_first_checkpoint_has_nothing_to_analyze(trio: Trio) -> None:
         analyze_weights(source=trio.source, pairs=[requant_pair(trio, first=trio.source)])
 
 
-def test_one_matrix_at_a_time(trio: Trio, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every arm reads a matrix once, in order: nothing is read ahead."""
-    reads = []
+def test_each_arm_is_read_once_and_one_matrix_ahead(trio: Trio, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = []
     kind = type(open_checkpoint(trio.source))
-    read = kind.read
+    read, add = kind.read, Journal.add
 
     def noted(self, name: str) -> torch.Tensor:  # type: ignore[no-untyped-def]
-        reads.append(name)
+        events.append(("read", name))
         return read(self, name)
 
+    def finished(self, name: str, *rest: object) -> None:  # type: ignore[no-untyped-def]
+        events.append(("done", name))
+        add(self, name, *rest)  # type: ignore[arg-type]
+
     monkeypatch.setattr(kind, "read", noted)
-    frame = analyze_weights(source=trio.source, pairs=[requant_pair(trio)])
-    assert reads == [name for name in frame["name"] for _ in ("source", "first")]
+    monkeypatch.setattr(Journal, "add", finished)
+    names = list(analyze_weights(source=trio.source, pairs=[requant_pair(trio)])["name"])
+    assert [name for what, name in events if what == "read"] == [name for name in names for _ in ("source", "first")]
+    for index, (what, name) in enumerate(events):
+        if what == "read":  # at most the next one: the one before the previous is done
+            done = {n for kind_, n in events[:index] if kind_ == "done"}
+            assert names.index(name) - len(done) <= 1

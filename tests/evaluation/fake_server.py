@@ -38,6 +38,7 @@ class FakeServer:
     """payloads: the requests in order of arrival. answer(prompt) -> text, (text, finish_reason), or None for HTTP
     500. fault(n) -> what request number n (from 0, in order of arrival) meets: None, "429", "404", "hang", "reset",
     "null", "truncated", "no_choices", "short" (too few log-probabilities), "slow". latency_s: of every answer.
+    template: text that the server's own chat template adds, counted with the prompt; most_tokens: a limit of its own.
     """
 
     def __init__(self, answer: Answer, decode: Callable[[list[int]], str] | None = None) -> None:
@@ -49,6 +50,8 @@ class FakeServer:
         self.die_after: int | None = None
         self.fault: Callable[[int], str | None] = lambda n: None
         self.latency_s = 0.0
+        self.template = ""
+        self.most_tokens: int | None = None
         self.retry_after = "0"
         self.models: list[dict[str, Any]] | None = None
         self.echo = True
@@ -132,7 +135,7 @@ class FakeServer:
             self.bodies.append(body)
             self.prompts.append(text)
         fault = self.fault(number)
-        usage = {"prompt_tokens": len(text), "completion_tokens": 1}
+        usage = {"prompt_tokens": len(text) + len(self.template), "completion_tokens": 1}
         if payload.get("echo"):
             choice = self._echo(payload, fault) if self.echo else {"index": 0, "text": "x", "finish_reason": "length"}
             return 200, {"choices": [choice], "usage": usage}
@@ -142,6 +145,8 @@ class FakeServer:
         answer, reason = found if isinstance(found, tuple) else (found, "stop")
         for stop in payload.get("stop") or ():
             answer = answer.split(stop)[0]
+        if self.most_tokens is not None and len(answer) > self.most_tokens:
+            answer, reason = answer[: self.most_tokens], "length"
         usage["completion_tokens"] = len(answer)
         content = None if fault == "null" else answer
         choice = {"index": 0, "finish_reason": reason}

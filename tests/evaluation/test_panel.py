@@ -14,12 +14,14 @@ from workbench.evaluation._intervals import accuracy_interval, ratio_interval
 from workbench.evaluation._journal import Answer
 from workbench.evaluation._requests import request_rows, write_requests
 from workbench.evaluation.panel import build_panels
+from workbench.evaluation.scores import read_samples
 from workbench.evaluation.spec import task_spec
 from workbench.evaluation.thinking import cut_at_stops, split_thinking
-from workbench.records import ArtefactPanel, from_json, to_json
+from workbench.records import ArtefactPanel, LostAnswers, from_json, to_json
 from workbench.statistics import wilson_interval
 
 TIME = "2026-01-02T03-04-05.000006"
+BUDGET = 40
 SPEC = task_spec({"name": "t", "task": "t", "primary_filter": "strict"})
 # (text, strict, flexible, answer as journalled)
 DOCUMENTS: list[tuple[str, int, int, dict[str, Any]]] = [
@@ -39,20 +41,28 @@ def _write(folder: Path, documents: list[tuple[str, int, int, dict[str, Any]]], 
     (folder / f"results_{TIME}.json").write_text("{}")
     answers, asked, rows = {}, [], []
     for i, (text, strict, flexible, fields) in enumerate(documents):
-        answers[str(i)] = Answer(key=str(i), completion_tokens=int(tokens * (i + 1)), **{"text": text, **fields})
+        answers[str(i)] = Answer(key=str(i), **{"completion_tokens": int(tokens * (i + 1)), "text": text, **fields})
         asked.append(("t", i, 0, str(i)))
         for name, value in (("strict", strict), ("flexible", flexible)):
             row = {"doc_id": i, "doc": {}, "filter": name, "metrics": ["exact_match"], "exact_match": value}
             extracted = "1" if value else "[invalid]"
-            arguments = {"gen_args_0": {"arg_0": "p", "arg_1": {"until": ["Question:"]}}}
+            arguments = {"gen_args_0": {"arg_0": "p", "arg_1": {"until": ["Question:"], "max_gen_toks": BUDGET}}}
             rows.append({**row, "resps": [[text]], "filtered_resps": [extracted], "arguments": arguments})
     (folder / f"samples_t_{TIME}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_requests(folder, request_rows(asked, answers, {}, ""))
 
 
 def _panel(folder: Path, baseline: Path | None = None) -> ArtefactPanel:
-    (panel,) = build_panels(folder, arm="a", specs=(SPEC,), result={"leaves": {"t": ["t"]}}, baseline=baseline)
+    (panel,) = build_panels(
+        read_samples(folder, arm="a", specs=(SPEC,), result=_result(folder)), folder, arm="a", specs=(SPEC,),
+        result=_result(folder), baseline=baseline,
+    )  # fmt: skip
     return panel
+
+
+def _result(folder: Path) -> dict[str, Any]:
+    rows = [json.loads(line) for line in next(folder.glob("samples_t_*")).read_text().splitlines()]
+    return {"leaves": {"t": ["t"]}, "documents": {"t": len({row["doc_id"] for row in rows})}}
 
 
 def test_every_artefact_is_counted_once(tmp_path: Path) -> None:
@@ -68,6 +78,35 @@ def test_every_artefact_is_counted_once(tmp_path: Path) -> None:
     assert (panel.accuracy_finished_low, panel.accuracy_finished_high) == wilson_interval(2, 6)
     assert panel.drift is None
     assert from_json(ArtefactPanel, to_json(panel)) == panel
+
+
+FATES: list[tuple[str, int, int, dict[str, Any]]] = [
+    ("#### 1", 1, 1, {"finish_reason": "stop"}),  # right in both arms
+    ("cut", 0, 0, {"finish_reason": "length", "completion_tokens": BUDGET}),
+    ("cut", 0, 0, {"finish_reason": "length", "completion_tokens": BUDGET - 1}),  # below what was asked for
+    ("", 0, 0, {"text": None}),
+    (" ", 0, 0, {"finish_reason": "stop"}),
+    ("it is 1", 0, 1, {"finish_reason": "stop"}),
+    ("#### 2", 0, 0, {"finish_reason": "stop", "prompt_tokens": 31}),  # another prompt than the baseline's
+    ("#### 1", 1, 1, {"finish_reason": "stop"}),  # the baseline has it wrong
+]
+
+
+def test_every_lost_answer_has_one_fate(tmp_path: Path) -> None:
+    right = {"finish_reason": "stop", "prompt_tokens": 30}
+    theirs = [("#### 1", int(i < 7), int(i < 7), right) for i in range(8)]
+    _write(tmp_path / "eval" / "source" / "m", theirs)
+    ours = [(text, s, f, {"prompt_tokens": 30, **fields}) for text, s, f, fields in FATES]
+    _write(tmp_path / "eval" / "a" / "m", ours)
+    panel = _panel(tmp_path / "eval" / "a" / "m", tmp_path / "eval" / "source")
+    assert panel.lost == LostAnswers(
+        baseline="source", n=8, lost=6, gained=1, failed=0, null=1, unfinished=0, cut_early=1, cut=1, empty=1,
+        unextracted=1, finished=1, clean_n=3, clean_lost=1, clean_gained=1, prompts_counted=8, prompts_differ=1,
+    )  # fmt: skip
+    assert (panel.truncated, panel.cut_early) == (2, 1)
+    assert from_json(ArtefactPanel, to_json(panel)) == panel
+    (tmp_path / "eval" / "source" / "m" / "requests_t.jsonl").unlink()
+    assert _panel(tmp_path / "eval" / "a" / "m", tmp_path / "eval" / "source").lost is None
 
 
 def test_what_is_not_known_is_not_zero(tmp_path: Path) -> None:
@@ -142,8 +181,8 @@ def test_ratio_interval_covers_and_needs_units() -> None:
 
 def test_a_metric_that_is_not_right_or_wrong_is_refused(tmp_path: Path) -> None:
     _write(tmp_path / "m", DOCUMENTS[:1])
+    bleu = (task_spec({"name": "t", "task": "t", "primary_filter": "strict", "metric": "bleu"}),)
+    result = _result(tmp_path / "m")
+    samples = read_samples(tmp_path / "m", arm="a", specs=bleu, result=result)
     with pytest.raises(EvaluationError, match="'bleu' of document 0"):
-        build_panels(
-            tmp_path / "m", arm="a", specs=(task_spec({"name": "t", "task": "t", "primary_filter": "strict",
-            "metric": "bleu"}),), result={"leaves": {"t": ["t"]}},
-        )  # fmt: skip
+        build_panels(samples, tmp_path / "m", arm="a", specs=bleu, result=result)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from workbench.errors import EvaluationError
-from workbench.evaluation.scores import read_scores
+from workbench.evaluation.scores import read_samples, read_scores
 from workbench.evaluation.spec import task_spec
 
 TIME = "2026-01-02T03-04-05.000006"
@@ -39,7 +39,8 @@ def _read(folder: Path, rows: dict[str, list[dict[str, Any]]], documents: dict[s
         "num_fewshot": dict.fromkeys(documents, 5),
         "truncated": dict.fromkeys(documents, 1),
     }
-    return read_scores(folder, arm="a", specs=(settings,), result=result, seconds=1.0, root=folder)
+    samples = read_samples(folder, arm="a", specs=(settings,), result=result)
+    return read_scores(samples, arm="a", specs=(settings,), result=result, seconds=1.0, place=Path("eval/a/m"))
 
 
 def test_group_is_pooled_over_its_tasks(tmp_path: Path) -> None:
@@ -49,7 +50,7 @@ def test_group_is_pooled_over_its_tasks(tmp_path: Path) -> None:
     }
     (score,) = _read(tmp_path, rows, {"t_one": 2, "t_two": 3})
     assert (score.value, score.n, score.invalid, score.empty, score.truncated) == (0.6, 5, 1, 1, 2)
-    assert score.samples == f"samples_t_one_{TIME}.jsonl;samples_t_two_{TIME}.jsonl"
+    assert score.samples == f"eval/a/m/samples_t_one_{TIME}.jsonl;eval/a/m/samples_t_two_{TIME}.jsonl"
 
 
 def test_task_names_that_begin_alike_are_told_apart(tmp_path: Path) -> None:
@@ -69,7 +70,7 @@ def test_missing_and_short_files_are_named(tmp_path: Path) -> None:
         _read(tmp_path, {"t": [_row(0), _row(1), _row(0, filter_name="g")]}, {"t": 2})
     (tmp_path / f"results_{TIME}.json").unlink()
     with pytest.raises(EvaluationError, match="no results_"):
-        read_scores(tmp_path, arm="a", specs=(), result={}, seconds=0.0, root=tmp_path)
+        read_samples(tmp_path, arm="a", specs=(), result={})
 
 
 def test_metric_must_be_right_or_wrong_and_filter_must_exist(tmp_path: Path) -> None:

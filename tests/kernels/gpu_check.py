@@ -1,24 +1,21 @@
-"""Checks every Triton kernel on a CUDA card against the reference, bit for bit, then times them: one short table last.
+"""Checks every Triton kernel on a CUDA card against the reference, bit for bit, then times them (workbench.bench).
 
-    python tests/kernels/gpu_check.py [--quick] [--only checks|streams|linear|experts]
+    python tests/kernels/gpu_check.py [--quick] [--only checks|streams|linear|experts] [--json FILE] [--markdown FILE]
 
-Needs torch and triton alone. A time is the median of CUDA-event timings over inputs that are rotated beyond the cache;
-beside it stand, from the same run, the card's copy bandwidth (bytes read and written) and its bf16 matrix rate.
+Needs torch and Triton alone; vLLM, torchao and compressed-tensors are timed beside them where they are installed.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import statistics
+import json
 import sys
 import time
 import types
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import triton
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,6 +48,10 @@ from workbench.kernels import triton_gemm as gemm  # noqa: E402
 from workbench.kernels import triton_moe as moe  # noqa: E402
 from workbench.kernels import triton_quantize as quant  # noqa: E402
 from workbench.kernels import triton_requant as requant  # noqa: E402
+
+from workbench.bench.cuda import SECTIONS, bench_cuda  # noqa: E402
+from workbench.bench.cuda_products import decode_experts, random_experts  # noqa: E402
+from workbench.bench.cuda_table import CudaBench, as_json, markdown  # noqa: E402
 
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 PLAIN = [rule.value for rule in tables.MXFP4_RULES]
@@ -107,7 +108,7 @@ def check_streams(quick: bool) -> None:
                 f"mxfp4 act {rule}, {name}", act.mxfp4_qdq_activation(c, rule), reference.mxfp4_qdq_activation(x, rule)
             )
         rows = torch.rand(x.shape[0], 1) + 0.01
-        for g in (None, torch.tensor(0.01), torch.tensor(2.0**-118), torch.tensor(3e38), rows):
+        for g in (None, *map(torch.tensor, (0.01, 2.0**-118, 1e-30, 3e38)), rows):
             on_card = None if g is None else g.cuda()
             check(f"nvfp4, {name}", quant.nvfp4_quantize(c, on_card), reference.nvfp4_quantize(x, g))
             check(f"nvfp4 act, {name}", act.nvfp4_qdq_activation(c, on_card), reference.nvfp4_qdq_activation(x, g))
@@ -152,31 +153,64 @@ def _check_decoding() -> None:
 
 
 def _check_requant() -> None:
-    packed = torch.randint(0, 256, (4096, 128)).to(torch.uint8)
-    packed[:1000] &= 0x33
-    packed[1000:1500] &= 0x99
-    scales = torch.randint(0, 256, (4096, 16)).to(torch.uint8).view(torch.float8_e4m3fn)
-    for g in (torch.tensor(0.013), torch.tensor(2.0**-140), torch.tensor(-0.5), torch.rand(4096, 1)):
+    packed = torch.randint(0, 256, (64, 4096, 64)).to(torch.uint8)
+    packed[:10] &= 0x33  # blocks without the large codes
+    packed[10:15] &= 0x99
+    packed[15:20] &= 0x11
+    scales = torch.randint(0, 256, (64, 4096, 8)).to(torch.uint8).view(torch.float8_e4m3fn)
+    one = [torch.tensor(g) for g in (0.013, 2.0**-140, -0.5, 1e36)]
+    experts = [torch.rand(64, 1, 1), 2.0 ** torch.randint(-130, 120, (64, 1, 1)).float()]
+    rows = [torch.rand(64, 4096, 1)]
+    for i, g in enumerate(one + experts + rows):
+        a = reference.nvfp4_dequantize(packed, scales, g)
         for rule in PLAIN:
             codes, found = requant.nvfp4_to_mxfp4(packed.cuda(), scales.cuda(), g.cuda(), rule)
-            expected, scale_bytes = reference.mxfp4_quantize(reference.nvfp4_dequantize(packed, scales, g), rule)
-            check(f"requant {rule}, scales", found, scale_bytes)
-            valid = (scale_bytes != tables.E8M0_NAN).repeat_interleave(16, 1)
-            check(f"requant {rule}, codes", torch.where(valid.cuda(), codes, 0), torch.where(valid, expected, 0))
+            expected, scale_bytes = reference.mxfp4_quantize(a, rule)
+            check(f"requant {rule} {i}, scales", found, scale_bytes)
+            valid = (scale_bytes != tables.E8M0_NAN).repeat_interleave(16, -1)
+            check(f"requant {rule} {i}, codes", torch.where(valid.cuda(), codes, 0), torch.where(valid, expected, 0))
 
 
 def _check_division(stride: int) -> None:
-    """All 2**23 significands (or every `stride`-th) at each midpoint."""
+    """All 2**23 significands (or every `stride`-th) at each midpoint of E2M1, and of E4M3 with its subnormals."""
     sys.path.insert(0, str(Path(__file__).parent))
-    from triton_division import both_codes
+    from triton_division import both_codes, both_codes_unscaled, both_scales
 
+    normal = [(17 + 2 * i) / 16 * 2.0**e for i in range(8) for e in (-6, 0, 7)]
+    scales = [*normal, *((2 * k + 1) / 2 * 2.0**-9 for k in range(8)), 448.0, 464.0, 480.0, 1000.0, 1023.9]
     d = (torch.arange(0, 1 << 23, stride, dtype=torch.int32, device="cuda") | (127 << 23)).view(torch.float32)
-    for midpoint in tables.E2M1_MIDPOINTS:
-        for step in (-2, -1, 0, 1, 2):
-            x = ((d * midpoint).view(torch.int32) + step).view(torch.float32)
-            short, exact = (torch.empty_like(d, dtype=torch.int32) for _ in range(2))
-            both_codes[(d.numel() // 1024,)](x, d, short, exact, TILE=1024)
-            check(f"division at {midpoint}", short, exact.cpu())
+    short, exact = (torch.empty_like(d, dtype=torch.int32) for _ in range(2))
+    codes = list(tables.E2M1_MIDPOINTS)
+    for kernel, midpoints in ((both_codes, codes), (both_codes_unscaled, codes), (both_scales, scales)):
+        for midpoint in midpoints:
+            for step in range(-3, 4):
+                x = ((d * midpoint).view(torch.int32) + step).view(torch.float32)
+                kernel[(d.numel() // 1024,)](x, d, short, exact, TILE=1024)
+                if not torch.equal(short, exact):
+                    failures.append(f"{kernel.__name__} at {midpoint} {step:+}: {int((short != exact).sum())} differ")
+
+
+def _check_error_sums(dtype: torch.dtype, rule: str, spread: str) -> None:
+    w = torch.randn(512, 4096).to(dtype)
+    w[3, 64:96] = 0
+    w[5, :32] *= 1e-4
+    w[6, :1000] *= 2.0**-120
+    g = reference.nvfp4_global_scale(w.abs().amax().float())
+    if spread == "row":
+        g = torch.rand(512, 1) * g
+    elif spread == "shard":
+        g = (g * torch.tensor([1.0, 1.7])).repeat_interleave(256).view(512, 1)
+    codes, scales, g = reference.nvfp4_quantize(w, g)
+    scales.view(torch.uint8)[9, ::3] |= 128  # a scale's sign turns both a and b
+    a = reference.nvfp4_dequantize(codes, scales, g)
+    b, d = (reference.mxfp4_dequantize(*reference.mxfp4_quantize(t, rule)).double() for t in (a, w))
+    x, a = w.double(), a.double()
+    sides = {"w": x, "e1": a - x, "e2": b - a, "e": b - x, "b": b, "direct": d - x}
+    found = err.error_sums(*(t.cuda() for t in (w, codes, scales, g)), rule)
+    for name, value in zip(err.SUMS, found, strict=True):
+        p, q = (sides[s] for s in name.split("_"))
+        size = ((p * p).sum() * (q * q).sum()).sqrt().item()
+        check_near(f"error sum {name} {dtype} {rule}, a global a {spread}", value, (p * q).sum(), 2e-6 * size)
 
 
 def check_products() -> None:
@@ -207,38 +241,23 @@ def check_products() -> None:
                 expected = x.double() @ dense.T
                 bound = 2.0**-8 * expected.abs() + 2e-6 * (x.double().abs() @ dense.abs().T)
                 check_near(f"linear {weight_format} {activation} M={m}", y, expected, bound)
-    w = torch.randn(512, 4096).bfloat16()
-    codes, scales, g = reference.nvfp4_quantize(w)
-    a = reference.nvfp4_dequantize(codes, scales, g)
-    b, d = (reference.mxfp4_dequantize(*reference.mxfp4_quantize(t)) for t in (a, w))
-    w, a, b, d = (t.double() for t in (w, a, b, d))
-    sides = {"w": w, "e1": a - w, "e2": b - a, "e": b - w, "b": b, "direct": d - w}
-    found = err.error_sums(*(t.cuda() for t in (w.bfloat16(), codes, scales, g)))
-    for name, value in zip(err.SUMS, found, strict=True):
-        p, q = (sides[s] for s in name.split("_"))
-        size = ((p * p).sum() * (q * q).sum()).sqrt().item()
-        check_near(f"error sum {name}", value, (p * q).sum(), 2e-6 * size)
+    for dtype in (torch.bfloat16, torch.float32):
+        for rule, spread in (("even", "tensor"), ("even", "row"), ("even", "shard"), ("floor", "tensor")):
+            _check_error_sums(dtype, rule, spread)
     _check_experts()
 
 
 def _experts(experts: int, hidden: int, inner: int, tokens: int, k: int) -> tuple[Tensor, ...]:
     """x, w13, its scales and globals, w2, its scales and globals, router weights and ids: on the card, NVFP4."""
-    g13, g2 = (0.0005 + 0.001 * torch.rand(s, device="cuda") for s in ((experts, 2), (experts,)))
-    w13 = torch.randn(experts, 2 * inner, hidden, device="cuda", dtype=torch.bfloat16)
-    w2 = torch.randn(experts, hidden, inner, device="cuda", dtype=torch.bfloat16)
-    a = quant.nvfp4_quantize(w13, g13.repeat_interleave(inner, 1).unsqueeze(-1))
-    b = quant.nvfp4_quantize(w2, g2[:, None, None])
     ids = torch.rand(tokens, experts, device="cuda").topk(k).indices
     x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
-    return x, a[0], a[1], g13, b[0], b[1], g2, torch.rand(tokens, k, device="cuda"), ids
+    return x, *random_experts(experts, hidden, inner), torch.rand(tokens, k, device="cuda"), ids
 
 
 def _dense_experts(parts: tuple[Tensor, ...]) -> Tensor:
     """The same in float64, of rounded-to-bfloat16 weights and intermediates."""
     x, c13, s13, g13, c2, s2, g2, weights, ids = parts
-    inner = c13.shape[1] // 2
-    w13 = deq.nvfp4_dequantize(c13, s13, g13.repeat_interleave(inner, 1).unsqueeze(-1), torch.bfloat16)
-    w2 = deq.nvfp4_dequantize(c2, s2, g2[:, None, None], torch.bfloat16)
+    w13, w2 = decode_experts((c13, s13, g13, c2, s2, g2))
     out = torch.zeros(x.shape, dtype=torch.float64, device="cuda")
     for t in range(x.shape[0]):
         for e, weight in zip(ids[t].tolist(), weights[t], strict=True):
@@ -261,143 +280,31 @@ def _check_experts() -> None:
     check("experts in a graph", captured, moe.packed_moe(*parts, None, None, "nvfp4", "nvfp4", False).cpu())
 
 
-# ---- times -----------------------------------------------------------------------------------------------------------
-
-
-def seconds(calls: list[Callable[[], object]], repeats: int = 5) -> float:
-    """Median seconds a call, over graph replays of all `calls` (which work on different inputs)."""
-    for call in calls[:2]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    found = []
-    for _ in range(repeats):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        found.append(start.elapsed_time(stop) / 1e3 / len(calls))
-    return statistics.median(found)
-
-
-def card_rates() -> tuple[float, float]:
-    """The card's copy bandwidth (bytes read and written) and its bfloat16 matrix rate, a second."""
-    large = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
-    target = torch.empty_like(large)
-    copy = 2 * large.numel() / seconds([lambda: target.copy_(large)] * 4)
-    a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
-    rate = 2 * 8192**3 / seconds([lambda: a @ b] * 3)
-    print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}: "
-        f"copy {copy / 1e12:.2f} TB/s, bf16 {rate / 1e12:.0f} TFLOP/s",
-        flush=True,
-    )
-    return copy, rate
-
-
-def stream_times(quick: bool, rates: tuple[float, float]) -> list[str]:
-    rows, columns = (8192, 8192) if quick else (16384, 8192)
-    count, copy = rows * columns, rates[0]
-    source = torch.randn(rows, columns, device="cuda").bfloat16()
-    lines = [f"stream of {count / 2**20:.0f} M weights (bytes a weight): fraction of the copy, us"]
-    nv = quant.nvfp4_quantize(source)
-    codes_mx = quant.mxfp4_quantize(source)
-    g = nv[2]
-    row_globals = g.expand(rows, 1).contiguous()
-    streams: dict[str, tuple[float, Callable[[], object]]] = {
-        "largest": (2, lambda: quant.largest(source)),
-        "nvfp4 quantize": (2.5625, lambda: quant.nvfp4_quantize(source, g)),
-        **{f"mxfp4 quantize {r}": (2.53125, lambda r=r: quant.mxfp4_quantize(source, r)) for r in PLAIN},
-        "mxfp4 quantize mse": (2.53125, lambda: quant.mxfp4_quantize(source, "mse")),
-        "nvfp4 four over six": (2.5625, lambda: quant.nvfp4_quantize(source, g, "four_over_six")),
-        "nvfp4 decode bf16": (2.5625, lambda: deq.nvfp4_dequantize(*nv, torch.bfloat16)),
-        "nvfp4 decode bf16, rows": (2.5625, lambda: deq.nvfp4_dequantize(*nv[:2], row_globals, torch.bfloat16)),
-        "nvfp4 decode f32": (4.5625, lambda: deq.nvfp4_dequantize(*nv)),
-        "mxfp4 decode bf16": (2.53125, lambda: deq.mxfp4_dequantize(*codes_mx, torch.bfloat16)),
-        "nvfp4 activation static": (4, lambda: act.nvfp4_qdq_activation(source, g)),
-        "nvfp4 activation token": (4, lambda: act.nvfp4_qdq_activation(source)),
-        "mxfp4 activation": (4, lambda: act.mxfp4_qdq_activation(source)),
-        "requant fused": (1.09375, lambda: requant.nvfp4_to_mxfp4(*nv)),
-        "requant by bf16": (1.09375, lambda: quant.mxfp4_quantize(deq.nvfp4_dequantize(*nv, torch.bfloat16))),
-        "error sums": (2.5625, lambda: err.error_sums(source, *nv)),
-    }
-    for name, (size, call) in streams.items():
-        taken = seconds([call] * 4)
-        lines.append(f"  {name:26} ({size:.2f})  {size * count / taken / copy:.2f}  {taken * 1e6:.0f}")
-    return lines
-
-
-def linear_times(quick: bool, rates: tuple[float, float]) -> list[str]:
-    n = k = 8192
-    copies = 9  # of 36 MiB of codes: more than four times the second-level cache
-    weights = [quant.nvfp4_quantize(torch.randn(n, k, device="cuda").bfloat16()) for _ in range(copies)]
-    mx_weights = [quant.mxfp4_quantize(torch.randn(n, k, device="cuda").bfloat16()) for _ in range(copies)]
-    dense = [torch.randn(n, k, device="cuda").bfloat16() for _ in range(4)]
-    lines = [
-        "linear, N = K = 8192: times cuBLAS bf16: nvfp4 W4A16, W4A4; mxfp4 W4A16, W4A4; us of cuBLAS, of the first"
-    ]
-    for m in (1, 16, 64, 2048) if quick else (1, 2, 4, 8, 16, 32, 64, 128, 256, 2048, 8192):
-        x = torch.randn(m, k, device="cuda").bfloat16()
-        base = seconds([lambda w=w, x=x: torch.nn.functional.linear(x, w) for w in dense])
-        taken = []
-        for weight_format, activation in (("nvfp4", "none"), ("nvfp4", "nvfp4"), ("mxfp4", "none"), ("mxfp4", "mxfp4")):
-            packed = (
-                [(*w[:2], w[2].view(1)) for w in weights]
-                if weight_format == "nvfp4"
-                else [(*w, None) for w in mx_weights]
-            )
-            calls = [
-                lambda w=w, x=x, f=weight_format, a=activation: gemm.packed_linear(x, *w, None, None, [n], f, a)
-                for w in packed
-            ]
-            taken.append(seconds(calls if m <= 256 else calls[:3]))
-        ratios = "  ".join(f"{base / t:.2f}" for t in taken)
-        lines.append(f"  M={m:<5} {ratios}  {base * 1e6:.0f} {taken[0] * 1e6:.0f}")
-    return lines
-
-
-def expert_times(quick: bool, rates: tuple[float, float]) -> list[str]:
-    lines = ["experts of 384, top 8, hidden 7168, intermediate 256: us; times decoding all"]
-    for tokens in (1, 2, 4, 64, 4096):
-        parts = _experts(384, 7168, 256, tokens, 8)
-        taken = seconds([lambda p=parts: moe.packed_moe(*p, None, None, "nvfp4", "none", False)] * 3)
-        g13 = parts[3].repeat_interleave(256, 1).unsqueeze(-1)
-        decode = seconds(
-            [
-                lambda p=parts, g=g13: (
-                    deq.nvfp4_dequantize(p[1], p[2], g, torch.bfloat16),
-                    deq.nvfp4_dequantize(p[4], p[5], p[6][:, None, None], torch.bfloat16),
-                )
-            ]
-        )
-        lines.append(f"  {tokens:5} tokens  {taken * 1e6:.0f}  {decode / taken:.1f}")
-    return lines
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller tensors, fewer sizes")
-    parser.add_argument("--only", choices=("checks", "streams", "linear", "experts"), action="append")
+    parser.add_argument("--only", choices=("checks", *SECTIONS), action="append")
+    parser.add_argument("--json", type=Path, help="every figure, written after each section")
+    parser.add_argument("--markdown", type=Path, help="the tables for the documentation")
     arguments = parser.parse_args()
-    torch.manual_seed(0)
-    only = arguments.only or ["checks", "streams", "linear", "experts"]
+    only = arguments.only or ["checks", *SECTIONS]
     start = time.monotonic()
     if "checks" in only:
+        torch.manual_seed(0)
         check_streams(arguments.quick)
         print(f"streams checked after {time.monotonic() - start:.0f} s", flush=True)
         check_products()
-        print(f"{len(failures)} checks failed" if failures else "every check passed")
-        print("\n".join(failures[:40]))
-    rates = card_rates()
-    for name, measure in (("streams", stream_times), ("linear", linear_times), ("experts", expert_times)):
-        if name in only:
-            print("\n".join(measure(arguments.quick, rates)), flush=True)
-            print(f"{name} timed after {time.monotonic() - start:.0f} s", flush=True)
+        print(f"{len(failures)} checks failed" if failures else "every check passed", flush=True)
+        print("\n".join(failures[:40]), flush=True)
+
+    def save(result: CudaBench) -> None:
+        if arguments.json:
+            arguments.json.write_text(json.dumps(as_json(result), indent=1))
+        if arguments.markdown:
+            arguments.markdown.write_text(markdown(result))
+
+    if sections := [name for name in SECTIONS if name in only]:
+        bench_cuda(sections, quick=arguments.quick, tell=lambda lines: print(lines, flush=True), save=save)
     return bool(failures)
 
 

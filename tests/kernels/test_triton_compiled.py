@@ -16,10 +16,13 @@ from triton_targets import TARGETS, assembly, compile_for
 from workbench.kernels import (
     triton_activation,
     triton_dequantize,
+    triton_error_details,
     triton_errors,
+    triton_errors_pairs,
     triton_gemm,
     triton_moe,
     triton_quantize,
+    triton_quantize_pairs,
     triton_requant,
     triton_scaled_dot,
 )
@@ -100,17 +103,17 @@ STREAMS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
         {"HAS_GLOBAL": False, "ONE_GLOBAL": True, "BLOCKS": 512},
     ),
     "nvfp4 quantize, pairs": (
-        triton_quantize._nvfp4_pairs_kernel,
+        triton_quantize_pairs.nvfp4_pairs_kernel,
         {**ENCODE, **PAIRS},
         {"ONE_GLOBAL": True, "PACKED": False, "WHOLE": True, "ROWS": 128},
     ),
     "requantization tables": (
         triton_requant._table_kernel,
         {"g_ptr": FLOATS, **PAIRS},
-        {"RULE": "even", "VALUES": False},
+        {"RULE": "even", "VALUES": False, "SCALES": 16},
     ),
     "errors of bfloat16": (
-        triton_errors._error_words_kernel,
+        triton_errors_pairs.error_pairs_kernel,
         {**ENCODE, **PAIRS, "partial_ptr": "*fp64"},
         {
             "RULE": "even",
@@ -121,6 +124,11 @@ STREAMS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
             "ROWS": 128,
             "TILES": 8,
         },
+    ),
+    "error details": (
+        triton_error_details._details_kernel,
+        {**ENCODE, "partial_ptr": "*fp64"},
+        {"RULE": "even", "ONE_GLOBAL": True, "ROWS": 128, "TILES": 4},
     ),
     "errors, finished": (
         triton_errors._finish_kernel,
@@ -172,11 +180,11 @@ def test_requantization_permutes_bytes_on_nvidia_and_shifts_elsewhere(target: st
 def test_pairs_of_bfloat16_are_worked_on_together_where_the_card_can(target: str) -> None:
     types = {**ENCODE, **PAIRS, "partial_ptr": "*fp64"}
     pairs = {"ONE_GLOBAL": True, "PACKED": True, "WHOLE": True, "ROWS": 128}
-    code = compiled(target, triton_quantize._nvfp4_pairs_kernel, types, pairs, enable_fp_fusion=False)
+    code = compiled(target, triton_quantize_pairs.nvfp4_pairs_kernel, types, pairs, enable_fp_fusion=False)
     assert "max.NaN.xorsign.abs.bf16x2" in code
     assert "cvt.rn.satfinite.e4m3x2.f32" in code
     code = compiled(
-        target, triton_errors._error_words_kernel, types, {**pairs, "RULE": "even", "TABLED": True, "TILES": 8}
+        target, triton_errors_pairs.error_pairs_kernel, types, {**pairs, "RULE": "even", "TABLED": True, "TILES": 8}
     )
     assert code.count("fma.rn.bf16x2") == 32, "16 pairs of weights, each rounded to E2M1 by two"
 

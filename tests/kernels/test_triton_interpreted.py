@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from workbench.kernels import blocks, elements, mx, nvfp4, reference, tables
 
-
 pytest.importorskip("triton", minversion="3.9", reason="older interpreters round a fused multiply-add twice")
 from triton_interpreter import interpreted
 
@@ -370,6 +369,18 @@ def test_packed_experts(weight_format: str) -> None:
                     h = torch.nn.functional.silu(gate) * up
                     expected[t] += weight * (rounded(h, activation, None if s2 is None else s2[e]) @ w2[2][e].T)[0]
         assert torch.allclose(y, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item()), activation
+
+
+@interpreted
+def test_assignments_are_grouped_by_expert_in_order() -> None:
+    """Experts without tokens, one with more than a group holds, and another rank's assignments, which are in none."""
+    from workbench.kernels import triton_moe
+
+    ids = torch.tensor([4, 1, -1, 4, 4, 0, 4, -1, 1, 4], dtype=torch.int32)
+    order, expert, first, stop = (t.tolist() for t in triton_moe.group_by_expert(ids, 6, 2))
+    assert len(expert) == 10
+    groups = [(e, order[a : min(a + 2, b)]) for e, a, b in zip(expert, first, stop, strict=True) if e >= 0]
+    assert groups == [(0, [5]), (1, [1, 8]), (4, [0, 3]), (4, [4, 6]), (4, [9])]
 
 
 @interpreted

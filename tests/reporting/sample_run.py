@@ -27,7 +27,11 @@ from workbench.records import (
     LengthDrift,
     LintFinding,
     LintReport,
+    LostAnswers,
     Manifest,
+    Preflight,
+    PreflightFinding,
+    PreflightTask,
     ServerRecord,
     TaskComparison,
     TaskScore,
@@ -64,7 +68,7 @@ class _Format:
 def make_sample_run(run_dir: Path) -> None:
     """Fill `run_dir` with every file that a report reads."""
     run_dir.mkdir(parents=True)
-    paths = _make_checkpoints(run_dir.parent / "checkpoints")
+    paths = make_sample_checkpoints(run_dir.parent / "checkpoints")
     requant = (paths["nvfp4"], _Format("mxfp4", "even"), "auto")
     analyze_pairs(
         out=run_dir,
@@ -93,12 +97,14 @@ def make_sample_run(run_dir: Path) -> None:
     }
     import pandas as pd
 
-    verdict = gate(policy, comparison=comparison, lint=lint, tensors=pd.read_parquet(run_dir / "tensors.parquet"))
+    tensors = pd.read_parquet(run_dir / "tensors.parquet")
+    verdict = gate(policy, comparison=comparison, lint=lint, tensors=tensors, evaluations=evaluations)
     records.write_json(run_dir / "verdict.json", verdict)
     _write_manifest(run_dir, paths)
 
 
-def _make_checkpoints(root: Path) -> dict[str, Path]:
+def make_sample_checkpoints(root: Path) -> dict[str, Path]:
+    """A BF16 source of three layers and six experts, and its NVFP4 and MXFP4 checkpoints, by name."""
     generator = torch.Generator().manual_seed(11)
     tensors = {"model.embed_tokens.weight": torch.randn(32, HIDDEN, generator=generator).bfloat16()}
     for layer in range(LAYERS):
@@ -150,19 +156,46 @@ def _simulate_answers(run_dir: Path) -> dict[str, Evaluation]:
                                 examples={"http_500": "<b>Internal</b> error"}, latency_median_s=1.5),
         )  # fmt: skip
         records.write_json(run_dir / "eval" / arm / "scores.json", evaluations[arm])
+        records.write_json(run_dir / "eval" / arm / "mini" / "preflight.json", _preflight(arm))
     return evaluations
+
+
+def _preflight(arm: str) -> Preflight:
+    """One that was refused among sound ones."""
+    tasks = tuple(
+        PreflightTask(
+            task=task, kind="generate_until", documents=ITEMS, requests=ITEMS, longest_prompt_tokens=411,
+            prompt_tokens=ITEMS * 380, answer_budget_tokens=256, stops=("Question:",), data_fingerprint="9f2c11d0aa",
+            prompt_fingerprint="77ab01c2dd", mde_pp={"0.02": 3.18, "0.04": 4.52, "0.08": 6.41},
+        )
+        for task in ("gsm8k_mini", "mmlu_pro_mini")
+    )  # fmt: skip
+    refused = PreflightFinding(
+        id="prompt-length", level="error", message="task 'gsm8k_mini': 411 + 256 tokens do not fit 512",
+        fix="serve a longer context",
+    )  # fmt: skip
+    return Preflight(
+        arm=arm, endpoint="http://127.0.0.1:8001/v1/completions", api="completions", model=arm,
+        harness="lm-eval 0.4.13", max_length=2048, server_max_length=2048, server={}, tasks=tasks,
+        probe_s=1.5, estimate_s=95.0, estimate_high_s=310.0, findings=(refused,) if arm == "mxfp4_direct" else (),
+    )  # fmt: skip
 
 
 def _panel(score: TaskScore) -> ArtefactPanel:
     drift = LengthDrift(
         baseline="source", n=score.n, unit="tokens", ratio=1.034, ratio_low=0.98, ratio_high=1.09, identical=61
     )
+    lost = LostAnswers(
+        baseline="source", n=score.n, lost=9, gained=1, failed=0, null=0, unfinished=0, cut_early=2, cut=1, empty=0,
+        unextracted=0, finished=6, clean_n=110, clean_lost=6, clean_gained=1, prompts_counted=score.n, prompts_differ=0,
+    )  # fmt: skip
     return ArtefactPanel(
         arm=score.arm, task=score.task, filter=score.filter, n=score.n, truncated=7, empty=0, null=0, failed=0,
         stopped=score.n - 7, stop_leaks=0, disagreements=3, invalid={score.filter: score.invalid}, duplicates=2,
         think_leaks=-1, unfinished=0, length_median_tokens=80.0, length_max_tokens=256.0, accuracy_all=score.value,
         accuracy_all_low=score.low, accuracy_all_high=score.high, finished=score.n - 7, accuracy_finished=0.913,
         accuracy_finished_low=0.8, accuracy_finished_high=0.97, drift=None if score.arm == "source" else drift,
+        cut_early=2, lost=None if score.arm == "source" else lost,
     )  # fmt: skip
 
 

@@ -76,6 +76,24 @@ def test_page_needs_no_network_and_no_script(page: str) -> None:
     assert "url(http" not in page
 
 
+def test_the_plan_is_shown_with_what_was_refused(page: str, sample_run: Path) -> None:
+    summary = (sample_run / "summary.md").read_text()
+    for text in (page, summary):
+        assert "3.18 / 4.52 / 6.41" in text  # smallest detectable loss at 2, 4 and 8 % discordance
+        assert str(120 * 380) in text
+        assert "prompt-length" in text
+    assert page.count('<span class="tag error">refused</span>') == 1
+    assert "<code>9f2c11d0</code>" in page
+    assert str(120 * 256) in page
+
+
+def test_each_arm_says_what_made_it_lose_and_what_became_of_lost_answers(page: str, sample_run: Path) -> None:
+    for arm in ("nvfp4", "nvfp4_to_mxfp4", "mxfp4_direct"):
+        assert re.search(rf"{arm}</span> <span class=\"tag \w+\">[\w ]+</span> caught by ", page), arm
+        assert f"- **{arm}**: " in (sample_run / "summary.md").read_text()
+    assert "6 / 1<small>of 110</small>" in page
+
+
 def test_hostile_answers_are_text(page: str, sample_run: Path) -> None:
     assert HOSTILE in (sample_run / "comparison.json").read_text().replace("\\'", "'")
     assert HOSTILE not in page

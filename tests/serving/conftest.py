@@ -31,7 +31,8 @@ class EngineResults:
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory) -> Path:
-    """Tiny models and what was made of them: <model>, _nvfp4, _static (with input scales), _mxfp4, _dense, _f32."""
+    """Tiny models and what was made of them: <model>, _nvfp4, _static (with input scales), _mxfp4, _dense, _f32, and
+    small_apart, whose fused matrices have global and input scales of their own."""
     from workbench.checkpoints.convert import quantize_checkpoint
 
     folder = tmp_path_factory.mktemp("engine")
@@ -51,6 +52,15 @@ def checkpoints(tmp_path_factory) -> Path:
             dialect="modelopt",
             input_amax=_amax(folder / name),
         )
+    amax = _amax(folder / "small")
+    quantize_checkpoint(
+        folder / "small",
+        folder / "small_apart",
+        format="nvfp4",
+        dialect="modelopt",
+        shared_globals=False,
+        input_amax={m: a * (2.0 if m.endswith(("k_proj", "up_proj")) else 1.0) for m, a in amax.items()},
+    )
     return folder
 
 
@@ -103,6 +113,8 @@ def engine(checkpoints) -> EngineResults:
     add("qwen_exact", "qwen_static", "float32", backend="emulation")
     add("small_ours", "small_static", backend="emulation")
     add("small_stock", "small_static", stock=True)
+    add("apart_as_vllm", "small_apart", backend="emulation", compat="vllm")
+    add("apart_stock", "small_apart", stock=True)
     add("qwen_direct", "qwen", backend="requant", format="mxfp4")
     add("deepseek_capture", "deepseek", "float32", capture=True, activations_file=str(checkpoints / "captured"))
     (checkpoints / "jobs.json").write_text(json.dumps(jobs))

@@ -37,6 +37,22 @@ def test_stock_vllm_serves_what_the_modelopt_writer_wrote_and_emulation_equals_i
     assert stock["generated"] == ours["generated"]
 
 
+def test_compat_vllm_equals_stock_where_fused_matrices_have_scales_of_their_own(engine):
+    stock, ours = engine.jobs["apart_stock"], engine.jobs["apart_as_vllm"]
+    held = ours["before"]["packed"]["model.layers.0.self_attn.qkv_proj"]["parameters"]
+    with open_checkpoint(engine.folder / "small_apart") as checkpoint:
+        parts = [checkpoint.read(f"model.layers.0.self_attn.{p}_proj.weight") for p in "qkv"]
+    for name, scales in (
+        ("weight_scale_2", [p.global_scale for p in parts]),
+        ("input_scale", [p.input_scale for p in parts]),
+    ):
+        assert len({float(s) for s in scales}) > 1
+        assert held[name].view(torch.float32).tolist() == [float(max(scales))]
+    assert torch.equal(stock["prompt"], ours["prompt"])
+    assert stock["generated"] == ours["generated"]
+    assert engine.audit("apart_as_vllm")["layers"]["model.layers.0.self_attn.qkv_proj"]["compat"] == "vllm"
+
+
 def test_requantization_at_load_equals_the_converted_checkpoint(engine):
     at_load, converted = engine.jobs["deepseek_requant"], engine.jobs["deepseek_mxfp4"]
     loaded = at_load["before"]["packed"]
@@ -194,6 +210,23 @@ def test_the_audit_tells_static_from_dynamic(engine):
         "activation_scale": "none",
         "weight_bytes": 128 * 256 // 2 + 128 * 256 // 16 + 4,
     }
+
+
+def test_the_audit_tells_what_conversion_cost(engine):
+    requant, kept = engine.audit("deepseek_requant"), engine.audit("qwen_weight_only")
+    load = requant["load"]
+    layers = load["converted"]
+    assert list(layers) == [f"model.layers.{i}" for i in range(3)]
+    # 3 matrices of an MLP (8 experts and a shared one), attention's 5, and kv_b_proj once more: converted, then decoded
+    assert [c["conversions"] for c in layers.values()] == [3 + 5 + 1, 24 + 5 + 1 + 3, 24 + 3 + 5 + 1]
+    assert sum(c["seconds"] for c in layers.values()) == pytest.approx(load["convert_s"], abs=1e-3)
+    assert 0 < load["read_s"] + load["convert_s"] <= requant["weights_s"] <= requant["load_s"]
+    # one tensor at a time: its NVFP4, its float32 and its MXFP4 bytes, of kv_b_proj [4 * 128, 512] (decoded for MLA)
+    assert load["convert_peak_bytes"] == max(c["peak_bytes"] for c in layers.values())
+    weights = 512 * 512
+    assert weights * (4 + 9 / 16 + 17 / 32) <= load["convert_peak_bytes"] < weights * (4 + 9 / 16 + 17 / 32) + 100
+    assert load["device_peak_bytes"] is None
+    assert kept["load"]["converted"] == {}
 
 
 def test_captured_inputs_equal_a_transformers_hook(engine):

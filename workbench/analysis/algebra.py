@@ -1,16 +1,21 @@
 """Error algebra of one matrix: what a first and a second quantization did to it.
 
-    figures = measure_matrix(w_nk, a_nk, b_nk, d_nk)
-    figures["sqnr_total_db"], figures["corr_e1_e2"]
+    measured = measure_sides(Sides(source=w, first=a, second=b, direct=d))
+    measured.figures["sqnr_total_db"], measured.figures["corr_e1_e2"], measured.worst
 
-w = source, a = first(w), b = second(a), d = second(w) (direct); e1 = a - w, e2 = b - a, e = b - w. All figures are
-bilinear in (w, e1, e2, e, d - w, 1), so one 6 x 6 Gram matrix per scale block, accumulated in float64, holds them all,
-and a bootstrap over blocks is a matrix product. Cost: about a fifth of quantizing the matrix by the reference kernels.
+w = source, a = first(w), b = second(a), d = second(w) (direct); e1 = a - w, e2 = b - a, e = b - w, ed = d - w. All
+figures follow from sums over elements (`figures.py`), made by the compiled CPU pass a few rows at a time and kept for
+each bootstrap unit (a run of scale blocks), so that a bootstrap over blocks is a matrix product. Definitions:
+docs/analysis.md.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,14 +23,61 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workbench.errors import FormatError
+from workbench.kernels import cpu_errors
 
-from .bootstrap import MAX_UNITS, MIN_UNITS, draw_counts, interval
+from .attribution import attribution_of, part_sums
+from .bootstrap import MAX_UNITS, RESAMPLES
+from .figures import Missing, figures_of, sqnr_db
+from .sides import CHUNK_ELEMENTS, DenseSide, Side, chunk_rows
 
-Sums = NDArray[np.float64] | float
-RESAMPLES = 200
-_CHUNK_ELEMENTS = 131072  # in flight: 6 float64 vectors of it = 6 MiB, stays in cache
-_W, _E1, _E2, _E, _ED, _ONE, _A = range(7)
-_SIDES = 6  # _A = w + e1 is no side of its own
+__all__ = ["RESAMPLES", "Measured", "Sides", "error_density", "measure_matrix", "measure_sides", "sqnr_db"]
+
+WORST_BLOCKS = 3
+CODE_ELEMENTS = 1 << 18
+"""Codes are counted on about so many elements of a large matrix: whole chunks, evenly spread."""
+DENSITY_BINS, DENSITY_LIMIT, DENSITY_SAMPLES = 48, 3.0, 4096
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Sides:
+    """The arms of one matrix, `[N, K]` each. source or first may be missing, not both; second may be."""
+
+    source: Side | None
+    first: Side | None
+    second: Side | None
+    direct: Side | None = None
+
+    def present(self) -> dict[str, Side]:
+        named = {"source": self.source, "first": self.first, "second": self.second, "direct": self.direct}
+        return {name: side for name, side in named.items() if side is not None}
+
+
+class WorstBlock(NamedTuple):
+    """A scale block of the coarser format by its share of the total error. row, column: of its first element.
+
+    excess: its mean squared error over the matrix's. sqnr_db: of the block itself.
+    """
+
+    row: int
+    column: int
+    share: float
+    excess: float
+    sqnr_db: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Measured:
+    """figures: the keys of TensorRecord from `power_source` on. worst: blocks with the largest total error, the worst
+    first. codes: for each code of the second format `[16, 3]`: elements counted, sum of e2 and of e2 squared (None
+    where it is not E2M1). density: see `error_density`. sums: `figures.COLUMNS` over the
+    matrix. nonfinite: arms that hold NaN or infinity."""
+
+    figures: dict[str, float]
+    worst: tuple[WorstBlock, ...]
+    codes: NDArray[np.float64] | None
+    density: NDArray[np.int64] | None
+    sums: NDArray[np.float64]
+    nonfinite: tuple[str, ...]
 
 
 def measure_matrix(
@@ -39,33 +91,75 @@ def measure_matrix(
     seed: int = 0,
     name: str = "tensor",
 ) -> dict[str, float]:
-    """All figures of `records.TensorRecord` for one matrix (its keys from `power_source` on).
+    """All figures of `records.TensorRecord` for dense values (its keys from `power_source` on).
 
     w, first, second, direct: `[..., K]`, equal shapes, any float dtype (exact in float64). A side that is None leaves
     its figures NaN; with `first` None, e = second - w and e1, e2 are undefined. block: elements of K per bootstrap unit
     (the coarser scale block), K must be a multiple. Powers are means of squares. An error that is exactly zero has SQNR
-    +inf; a correlation with a constant side is NaN; fewer than 8 blocks leave intervals NaN.
+    +inf; a correlation with a constant side is NaN; fewer than 8 blocks leave intervals NaN. Dense values have no
+    scales, so attributions are NaN.
     Raises FormatError naming `name` for shapes that differ or do not divide into blocks.
     """
-    _check_shapes(name, block, w=w, first=first, second=second, direct=direct)
-    gram_units = _gram_per_unit(w, first, second, direct, block)
-    total = gram_units.sum(axis=0)
-    constant = _constant_sides(total, w.numel(), w, first, second)
-    point = {key: value.item() for key, value in _figures_with_interval(total[None]).items()}
-    point |= _other_figures(total, w.numel())
-    bounds = _bounds(gram_units, resamples, seed)
-    missing = {_E1: first is None, _E2: first is None or second is None, _E: second is None, _ED: direct is None}
-    return _select(point, bounds, missing, constant)
+
+    def dense(t: Tensor | None) -> Side | None:
+        return None if t is None else DenseSide(t, block=block)
+
+    sides = Sides(source=dense(w), first=dense(first), second=dense(second), direct=dense(direct))
+    return measure_sides(sides, resamples=resamples, seed=seed, name=name).figures
 
 
-def sqnr_db(power_signal: Sums, power_error: Sums) -> NDArray[np.float64]:
-    """10 log10(signal / error): +inf for an error of exactly zero, NaN where both are zero."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return 10.0 * np.log10(np.asarray(power_signal, np.float64) / np.asarray(power_error, np.float64))
+def measure_sides(
+    sides: Sides,
+    *,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+    name: str = "tensor",
+    pool: ThreadPoolExecutor | None = None,
+) -> Measured:
+    """Measure one matrix in one pass over its rows. pool: threads that share the chunks; None: this thread alone.
+
+    The result does not depend on the number of threads. Raises FormatError naming `name` for shapes that differ.
+    """
+    shape, block = _check(sides, name)
+    multiple = math.lcm(*(side.row_multiple for side in sides.present().values()))
+    chunks = chunk_rows(shape, multiple)
+    elements = math.prod(shape)
+    unit = block * max(1, math.ceil(elements / block / MAX_UNITS))
+    job = _Job(sides, shape, block, unit, max(1, elements // DENSITY_SAMPLES) | 1, _every(len(chunks), elements))
+    run: Callable[..., Any] = map if pool is None else pool.map
+    parts: list[_Part] = list(run(job.measure, range(len(chunks)), chunks))
+    units = np.concatenate([part.units for part in parts])
+    missing = Missing(
+        source=sides.source is None,
+        first=sides.first is None,
+        second=sides.second is None,
+        direct=sides.direct is None,
+    )
+    total = units.sum(axis=0)
+    figures = figures_of(units, total, missing, _constant(job, chunks, total, missing), resamples, seed, name)
+    figures |= _attributions(parts, elements, missing)
+    codes = np.sum([p.codes for p in parts if p.codes is not None], axis=0) if parts[0].codes is not None else None
+    figures["e2_code_asymmetry"] = _asymmetry(codes)
+    both = sides.source is not None and sides.first is not None and sides.second is not None
+    samples = np.concatenate([part.samples for part in parts], axis=1) if both else None
+    return Measured(
+        figures=figures,
+        worst=_worst_blocks(parts, chunks, shape, block, elements),
+        codes=codes,
+        density=None if samples is None else _density(samples[0], samples[1]),
+        sums=total,
+        nonfinite=tuple(name for name in ("source", "first", "second", "direct") if any(name in p.bad for p in parts)),
+    )
 
 
 def error_density(
-    w: Tensor, first: Tensor, second: Tensor, *, bins: int = 48, limit: float = 3.0, samples: int = 4096
+    w: Tensor,
+    first: Tensor,
+    second: Tensor,
+    *,
+    bins: int = DENSITY_BINS,
+    limit: float = DENSITY_LIMIT,
+    samples: int = DENSITY_SAMPLES,
 ) -> NDArray[np.int64]:
     """Counts `[bins, bins]` of (e1 / rms e1, e2 / rms e2) on [-limit, limit)^2; rows are e1, columns e2.
 
@@ -73,196 +167,223 @@ def error_density(
     counted. All zero where an error is identically zero.
     """
     stride = max(1, w.numel() // samples) | 1
-    e1 = (first.reshape(-1)[::stride].double() - w.reshape(-1)[::stride].double()).numpy()
-    e2 = (second.reshape(-1)[::stride].double() - first.reshape(-1)[::stride].double()).numpy()
-    rms1, rms2 = math.sqrt(float(np.mean(e1**2))), math.sqrt(float(np.mean(e2**2)))
-    if rms1 == 0 or rms2 == 0:
-        return np.zeros((bins, bins), np.int64)
-    edges = np.linspace(-limit, limit, bins + 1)
-    counts, _, _ = np.histogram2d(e1 / rms1, e2 / rms2, bins=[edges, edges])
-    return counts.astype(np.int64)
+    source, a, b = (t.reshape(-1)[::stride].double().numpy() for t in (w, first, second))
+    return _density(a - source, b - a, bins, limit)
 
 
-# ---- the Gram matrix -------------------------------------------------------------------------------------------------
+# ---- chunks ----------------------------------------------------------------------------------------------------------
 
 
-def _gram_per_unit(
-    w: Tensor, first: Tensor | None, second: Tensor | None, direct: Tensor | None, block: int
-) -> NDArray[np.float64]:
-    """Gram matrices `[units, 6, 6]` of (w, e1, e2, e, d - w, 1).
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Part:
+    """What one chunk adds. units: [u, sums + count]. energies, signals: of (b - w) and w by block. samples: [2, s]."""
 
-    A unit is a scale block, or a run of neighbouring ones where the matrix has more than MAX_UNITS; the last may be
-    shorter.
-    """
-    elements = w.numel()
-    unit = block * max(1, math.ceil(elements / block / MAX_UNITS))
-    flat = [t.reshape(-1) if t is not None else None for t in (w, first, second, direct)]
-    grams: list[NDArray[np.float64]] = []
-    step = unit * max(1, _CHUNK_ELEMENTS // unit)
-    whole = elements // unit * unit
-    edges = [*range(0, whole, step), *([whole] if whole < elements else [])]
-    for start in edges:
-        stop = elements if start == whole else min(start + step, whole)
-        shape = (-1, stop - start) if start == whole else (-1, unit)
-        wc, ac, bc, dc = (t[start:stop].double().reshape(shape) if t is not None else None for t in flat)
-        assert wc is not None
-        zero = torch.zeros_like(wc)
-        sides = torch.stack(
-            (
-                wc,
-                zero if ac is None else ac - wc,
-                zero if ac is None or bc is None else bc - ac,
-                zero if bc is None else bc - wc,
-                zero if dc is None else dc - wc,
-                torch.ones_like(wc),
-            ),
-            dim=1,
-        )  # [units in flight, 6, elements of a unit]
-        grams.append(torch.bmm(sides, sides.transpose(1, 2)).numpy())
-    return np.concatenate(grams)
+    units: NDArray[np.float64]
+    first: NDArray[np.float64] | None
+    second: NDArray[np.float64] | None
+    codes: NDArray[np.float64] | None
+    top: list[tuple[float, int, float]]
+    samples: NDArray[np.float64]
+    bad: tuple[str, ...]
 
 
-def _constant_sides(
-    gram: NDArray[np.float64], count: int, w: Tensor, first: Tensor | None, second: Tensor | None
-) -> dict[int, bool]:
-    """Which of w, a, e1, e2 are constant. The sums only rule it out; where they cannot, the elements decide."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Job:
+    sides: Sides
+    shape: tuple[int, ...]
+    block: int
+    unit: int
+    stride: int
+    counted: int  # every so manieth chunk's codes are counted
 
-    def suspect(total: float, squares: float) -> bool:
-        return squares / count - (total / count) ** 2 <= 1e-9 * squares / count
+    def values(self, chunk: tuple[int, int]) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
+        """Values and steps of every arm's rows. What is missing stands for its neighbour, its error being zero."""
+        sides, found, steps = self.sides, {}, {}
+        if sides.source is not None:
+            found["source"], steps["source"] = sides.source.rows(*chunk, None)
+        if sides.first is not None:
+            found["first"], steps["first"] = sides.first.rows(*chunk, found.get("source"))
+        if sides.second is not None:
+            found["second"], steps["second"] = sides.second.rows(*chunk, found.get("first", found.get("source")))
+        if sides.direct is not None:
+            found["direct"], steps["direct"] = sides.direct.rows(*chunk, found.get("source"))
+        return found, steps
 
-    def constant(t: Tensor) -> bool:
-        return bool(t.min() == t.max())
+    def measure(self, index: int, chunk: tuple[int, int]) -> _Part:
+        found, steps = self.values(chunk)
+        sides = self.sides
+        w = found.get("source", found.get("first"))
+        assert w is not None  # _check: one of them is there
+        a = found.get("first", w)
+        b = found.get("second", a)
+        sums = cpu_errors.error_sums(w, a, b, found.get("direct"), unit=self.unit)
+        counts = np.full((len(sums), 1), self.unit, np.float64)
+        counts[-1] = w.numel() - self.unit * (len(sums) - 1)
+        first_step, second_step = steps.get("first"), steps.get("second")
+        first = second = codes = None
+        if sides.first is not None and first_step is not None and "source" in found:
+            first = part_sums(w, a, first_step, sides.first.block, sides.first.element)
+        if sides.second is not None and second_step is not None:
+            second = part_sums(a, b, second_step, sides.second.block, sides.second.element)
+            if sides.second.element == "e2m1" and "first" in found:
+                codes = np.zeros((cpu_errors.E2M1_CODES, 3))
+                if index % self.counted == 0:
+                    codes = cpu_errors.code_sums(a.float(), b, second_step, block=sides.second.block or w.shape[-1])
+        return _Part(
+            units=np.concatenate((sums, counts), axis=1),
+            first=first,
+            second=second,
+            codes=codes,
+            top=self._top_blocks(w, b),
+            samples=self._samples(chunk, w, a, b),
+            bad=_bad_arms(found, sums),
+        )
 
-    found = {_W: suspect(gram[_W, _ONE], gram[_W, _W]) and constant(w), _A: False, _E1: False, _E2: False}
-    if first is not None:
-        a_sum, a_squares = gram[_W, _ONE] + gram[_E1, _ONE], gram[_W, _W] + 2 * gram[_W, _E1] + gram[_E1, _E1]
-        found[_A] = suspect(a_sum, a_squares) and constant(first)
-        found[_E1] = suspect(gram[_E1, _ONE], gram[_E1, _E1]) and constant(first.double() - w.double())
-    if first is not None and second is not None:
-        found[_E2] = suspect(gram[_E2, _ONE], gram[_E2, _E2]) and constant(second.double() - first.double())
-    return found
+    def _top_blocks(self, w: Tensor, b: Tensor) -> list[tuple[float, int, float]]:
+        """The blocks with the most error: its sum, the block's index in the chunk, the sum of squares of w in it."""
+        energies = cpu_errors.block_energies(w, b, block=self.block)
+        count = min(WORST_BLOCKS, len(energies))
+        with np.errstate(invalid="ignore"):
+            largest = np.argpartition(-energies, count - 1)[:count]
+        flat = w.reshape(-1)
+        signals = [float(flat[k * self.block : (k + 1) * self.block].double().square().sum()) for k in largest]
+        return [(float(energies[k]), int(k), s) for k, s in zip(largest, signals, strict=True)]
 
-
-def _figures_with_interval(gram: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
-    """Figures with an interval, from Gram sums `[r, 6, 6]`."""
-    signal = gram[:, _W, _W]
-    return {
-        "sqnr_first_db": sqnr_db(signal, gram[:, _E1, _E1]),
-        "sqnr_total_db": sqnr_db(signal, gram[:, _E, _E]),
-        "sqnr_direct_db": sqnr_db(signal, gram[:, _ED, _ED]),
-        "corr_e1_e2": _correlation(
-            gram[:, _E1, _E2],
-            gram[:, _E1, _ONE],
-            gram[:, _E2, _ONE],
-            gram[:, _E1, _E1],
-            gram[:, _E2, _E2],
-            gram[:, _ONE, _ONE],
-        ),
-    }
-
-
-def _other_figures(gram: NDArray[np.float64], count: int) -> dict[str, float]:
-    """The remaining figures from the whole matrix's Gram sums `[6, 6]`. a = w + e1 and b = w + e by linearity."""
-    ww, e1e1, e2e2, e1e2 = gram[_W, _W], gram[_E1, _E1], gram[_E2, _E2], gram[_E1, _E2]
-    aa = ww + 2 * gram[_W, _E1] + e1e1
-    a_sum = gram[_W, _ONE] + gram[_E1, _ONE]
-    e2_mean = gram[_E2, _ONE] / count
-    e2_std = float(np.sqrt(np.maximum(0.0, e2e2 / count - e2_mean**2)))
-    return {
-        "power_source": float(ww / count),
-        "power_e1": float(e1e1 / count),
-        "power_e2": float(e2e2 / count),
-        "power_total": float(gram[_E, _E] / count),
-        "power_direct": float(gram[_ED, _ED] / count),
-        "sqnr_second_db": float(sqnr_db(aa, e2e2)),
-        "sqnr_total_predicted_quadrature_db": float(sqnr_db(ww, e1e1 + e2e2)),
-        "sqnr_total_predicted_linear_db": float(sqnr_db(ww, np.maximum(0.0, e1e1 + e2e2 + 2 * e1e2))),
-        "corr_e2_a": float(_correlation(gram[_E2, _W] + gram[_E2, _E1], gram[_E2, _ONE], a_sum, e2e2, aa, count)),
-        "corr_e1_w": float(_correlation(gram[_E1, _W], gram[_E1, _ONE], gram[_W, _ONE], e1e1, ww, count)),
-        "gain_total": float((ww + gram[_W, _E]) / ww) if ww > 0 else math.nan,
-        "e2_mean": float(e2_mean),
-        "e2_std": e2_std,
-        "e2_mean_over_std": float(e2_mean / e2_std) if e2_std > 0 else math.nan,
-    }
-
-
-def _correlation(xy: Sums, x: Sums, y: Sums, xx: Sums, yy: Sums, n: Sums) -> NDArray[np.float64]:
-    """Pearson correlation from sums; NaN where a side has no variance."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        covariance = xy - x * y / n
-        spread = np.sqrt(np.maximum(xx - x * x / n, 0.0)) * np.sqrt(np.maximum(yy - y * y / n, 0.0))
-        return np.clip(np.where(spread > 0, covariance / spread, np.nan), -1.0, 1.0)
+    def _samples(self, chunk: tuple[int, int], w: Tensor, a: Tensor, b: Tensor) -> NDArray[np.float64]:
+        start = (-chunk[0] * self.shape[-1]) % self.stride
+        x, y, z = (t.reshape(-1)[start :: self.stride].double().numpy() for t in (w, a, b))
+        return np.stack((y - x, z - y))
 
 
-def _bounds(gram: NDArray[np.float64], resamples: int, seed: int) -> dict[str, tuple[float, float]]:
-    units = gram.shape[0]
-    if units < MIN_UNITS or resamples < 2:
-        return {}
-    resampled = (draw_counts(units, resamples, seed) @ gram.reshape(units, -1)).reshape(-1, _SIDES, _SIDES)
-    return {key: interval(values) for key, values in _figures_with_interval(resampled).items()}
-
-
-# ---- which figures exist ---------------------------------------------------------------------------------------------
-
-_NEEDS: dict[str, tuple[int, ...]] = {
-    "power_source": (),
-    "power_e1": (_E1,),
-    "power_e2": (_E2,),
-    "power_total": (_E,),
-    "power_direct": (_ED,),
-    "sqnr_first_db": (_E1,),
-    "sqnr_second_db": (_E2,),
-    "sqnr_total_db": (_E,),
-    "sqnr_direct_db": (_ED,),
-    "sqnr_total_predicted_quadrature_db": (_E1, _E2),
-    "sqnr_total_predicted_linear_db": (_E1, _E2),
-    "corr_e1_e2": (_E1, _E2),
-    "corr_e2_a": (_E2,),
-    "corr_e1_w": (_E1,),
-    "gain_total": (_E,),
-    "e2_mean": (_E2,),
-    "e2_std": (_E2,),
-    "e2_mean_over_std": (_E2,),
-}
-_WITH_INTERVAL = ("sqnr_first_db", "sqnr_total_db", "sqnr_direct_db", "corr_e1_e2")
-_CONSTANT_MATTERS = {
-    "corr_e1_e2": (_E1, _E2),
-    "corr_e2_a": (_E2, _A),
-    "corr_e1_w": (_E1, _W),
-    "e2_mean_over_std": (_E2,),
-}
-
-
-def _select(
-    point: dict[str, float],
-    bounds: dict[str, tuple[float, float]],
-    missing: dict[int, bool],
-    constant: dict[int, bool],
-) -> dict[str, float]:
-    """Figures in the record's order; NaN where an arm is missing or a correlation's side is constant."""
-    figures: dict[str, float] = {}
-    for key, needs in _NEEDS.items():
-        undefined = any(missing[side] for side in needs)
-        undefined = undefined or any(constant[side] for side in _CONSTANT_MATTERS.get(key, ()))
-        figures[key] = math.nan if undefined else point[key]
-        if key in _WITH_INTERVAL:
-            low, high = (math.nan, math.nan) if undefined else bounds.get(key, (math.nan, math.nan))
-            figures[f"{key}_low"], figures[f"{key}_high"] = low, high
-    if constant[_E2] and not missing[_E2]:
-        figures["e2_std"] = 0.0
-    return figures
-
-
-def _check_shapes(name: str, block: int, **sides: Tensor | None) -> None:
-    shape = tuple(sides["w"].shape)  # type: ignore[union-attr]
-    for side, tensor in sides.items():
-        if tensor is not None and tuple(tensor.shape) != shape:
+def _check(sides: Sides, name: str) -> tuple[tuple[int, ...], int]:
+    """The common shape, and the coarser scale block: what happens inside one block is not independent."""
+    present = sides.present()
+    leading = sides.source or sides.first
+    if leading is None:
+        raise FormatError(f"{name}: neither a source nor a first arm", fix="give at least one of them")
+    shape = leading.shape
+    for arm, side in present.items():
+        if side.shape != shape:
             raise FormatError(
-                f"{name}: the {side} arm's matrix is {tuple(tensor.shape)}, the source's is {shape}",
+                f"{name}: the {arm} arm's matrix is {side.shape}, the source's is {shape}",
                 fix="the arms are not one model: check the checkpoints' paths, or re-export the arm that differs",
             )
+    block = max(1, *(side.block for side in present.values()))
     if not shape or shape[-1] % block:
         raise FormatError(
             f"{name}: K = {shape[-1] if shape else 0} is not a multiple of the block of {block} (shape {shape})",
             fix="exclude this tensor from the quantized arms",
         )
+    return shape, block
+
+
+def _every(chunks: int, elements: int) -> int:
+    return max(1, min(chunks, elements // max(CODE_ELEMENTS, CHUNK_ELEMENTS)))
+
+
+def _bad_arms(found: dict[str, Tensor], sums: NDArray[np.float64]) -> tuple[str, ...]:
+    """Arms with NaN or infinity. Only where the sums are not finite are the elements looked at."""
+    if np.isfinite(sums).all():
+        return ()
+    return tuple(arm for arm, values in found.items() if not bool(torch.isfinite(values).all()))
+
+
+# ---- from parts to figures -------------------------------------------------------------------------------------------
+
+
+def _constant(
+    job: _Job, chunks: list[tuple[int, int]], total: NDArray[np.float64], missing: Missing
+) -> dict[str, bool]:
+    """Which of w, a, e1, e2 are constant. The sums only rule it out; where they cannot, the elements decide."""
+    at = dict(zip((*cpu_errors.SUMS, "n"), total, strict=True))
+
+    def suspect(sum_: float, squares: float) -> bool:
+        return bool(squares / at["n"] - (sum_ / at["n"]) ** 2 <= 1e-9 * squares / at["n"])
+
+    a_squares = at["w_w"] + 2 * at["w_e1"] + at["e1_e1"]
+    suspects = {
+        "w": suspect(at["w"], at["w_w"]),
+        "a": not missing.first and suspect(at["w"] + at["e1"], a_squares),
+        "e1": not missing.first and suspect(at["e1"], at["e1_e1"]),
+        "e2": not missing.first and not missing.second and suspect(at["e2"], at["e2_e2"]),
+    }
+    if not any(suspects.values()):
+        return suspects
+    low, high = dict.fromkeys(suspects, math.inf), dict.fromkeys(suspects, -math.inf)
+    for chunk in chunks:
+        found, _ = job.values(chunk)
+        w = found.get("source", found.get("first"))
+        assert w is not None
+        a = found.get("first", w).double()
+        errors = {"w": w.double(), "a": a, "e1": a - w.double(), "e2": found.get("second", a).double() - a}
+        for side in suspects:
+            low[side] = min(low[side], float(errors[side].min()))
+            high[side] = max(high[side], float(errors[side].max()))
+    return {side: suspected and low[side] == high[side] for side, suspected in suspects.items()}
+
+
+def _attributions(parts: list[_Part], elements: int, missing: Missing) -> dict[str, float]:
+    """Mean squares by cause for both quantizations, and shares of elements; NaN where they cannot be told."""
+    found: dict[str, float] = {}
+    for arm in ("first", "second"):
+        sums = [getattr(part, arm) for part in parts]
+        if sums[0] is None:
+            causes = dict.fromkeys(("scale", "element", "saturation", "underflow"), math.nan)
+            shares = dict.fromkeys(("saturated", "underflowed"), math.nan)
+        else:
+            division = attribution_of(np.sum(sums, axis=0))
+            causes = {k: getattr(division, k) / elements for k in ("scale", "element", "saturation", "underflow")}
+            shares = {k: getattr(division, k) / elements for k in ("saturated", "underflowed")}
+        found |= {f"{arm}_error_{cause}": value for cause, value in causes.items()}
+        found |= {f"{arm}_{what}": value for what, value in shares.items()}
+    return found
+
+
+def _asymmetry(codes: NDArray[np.float64] | None) -> float:
+    """Largest |mean e2 at +m plus mean e2 at -m| over its standard error, over the magnitudes m of the codes.
+
+    Below about 3: as symmetric as chance has it. NaN where no magnitude has both signs at least 8 times.
+    """
+    if codes is None:
+        return math.nan
+    found = []
+    for plus, minus in zip(codes[1:8], codes[9:16], strict=True):
+        if min(plus[0], minus[0]) < 8:
+            continue
+        means = [side[1] / side[0] for side in (plus, minus)]
+        variances = [
+            max(0.0, side[2] / side[0] - m * m) / side[0] for side, m in zip((plus, minus), means, strict=True)
+        ]
+        if sum(variances) > 0:
+            found.append(abs(sum(means)) / math.sqrt(sum(variances)))
+    return max(found, default=math.nan)
+
+
+def _worst_blocks(
+    parts: list[_Part], chunks: list[tuple[int, int]], shape: tuple[int, ...], block: int, elements: int
+) -> tuple[WorstBlock, ...]:
+    k = shape[-1]
+    total = sum(part.units[:, cpu_errors.SUMS.index("e_e")].sum() for part in parts)
+    found = []
+    for part, (start, _) in zip(parts, chunks, strict=True):
+        for energy, index, signal in part.top:
+            row, column = divmod(start * k + index * block, k)
+            found.append((-energy, row, column, signal))
+    worst = []
+    for energy, row, column, signal in sorted(found)[:WORST_BLOCKS]:
+        if not energy < 0 or not math.isfinite(total):
+            continue
+        excess = (-energy / block) / (total / elements)
+        worst.append(WorstBlock(row, column, float(-energy / total), float(excess), float(sqnr_db(signal, -energy))))
+    return tuple(worst)
+
+
+def _density(
+    e1: NDArray[np.float64], e2: NDArray[np.float64], bins: int = DENSITY_BINS, limit: float = DENSITY_LIMIT
+) -> NDArray[np.int64]:
+    rms1, rms2 = math.sqrt(float(np.mean(e1**2))), math.sqrt(float(np.mean(e2**2)))
+    if not (0 < rms1 < math.inf and 0 < rms2 < math.inf):
+        return np.zeros((bins, bins), np.int64)
+    edges = np.linspace(-limit, limit, bins + 1)
+    counts, _, _ = np.histogram2d(e1 / rms1, e2 / rms2, bins=[edges, edges])
+    return counts.astype(np.int64)

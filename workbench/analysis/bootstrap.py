@@ -4,20 +4,26 @@
 
 The statistic is evaluated on sums over units (scale blocks of a matrix, tokens of a layer), so a resample is one row of
 a matrix product and costs nothing beside quantizing the matrix. The same seed gives the same draws for every matrix of
-one size: intervals of two matrices are reproducible, not independent.
+one size; `shuffle` deals them to the units anew for each name, so that intervals of two matrices are reproducible and
+yet independent.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+import zlib
 
 import numpy as np
 from numpy.typing import NDArray
 
+RESAMPLES = 1000
+"""Of a matrix by default: with 200, the 5th and 195th of them bound an interval that covers 94 %, not 95."""
+
 MIN_UNITS = 8
 """With fewer units the percentiles of a bootstrap mean little: the interval is NaN."""
 
-MAX_UNITS = 4096
+MAX_UNITS = 1024
 """A matrix with more scale blocks uses runs of neighbouring blocks as units (keeps a resample cheap)."""
 
 
@@ -30,6 +36,11 @@ def draw_counts(units: int, resamples: int, seed: int) -> NDArray[np.float64]:
     return counts
 
 
+def shuffle(units: int, seed: int, name: str) -> NDArray[np.int64]:
+    """An order of the units that `seed` and `name` decide."""
+    return np.random.default_rng([seed, zlib.crc32(name.encode())]).permutation(units)
+
+
 def interval(values: NDArray[np.float64], level: float = 0.95) -> tuple[float, float]:
     """Percentile interval of resampled values. NaNs (an undefined resample) are left out; all NaN gives NaN, NaN.
 
@@ -38,7 +49,7 @@ def interval(values: NDArray[np.float64], level: float = 0.95) -> tuple[float, f
     defined = values[~np.isnan(values)]
     if defined.size == 0:
         return float("nan"), float("nan")
-    tail = (1.0 - level) / 2.0
-    low = np.quantile(defined, tail, method="inverted_cdf")
-    high = np.quantile(defined, 1.0 - tail, method="inverted_cdf")
-    return float(low), float(high)
+    n = defined.size
+    below = max(1, math.floor((n + 1) * (1.0 - level) / 2.0))  # of n exchangeable values and one more, `level` between
+    ordered = np.sort(defined)
+    return float(ordered[below - 1]), float(ordered[n - below])

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,7 @@ from .algebra import RESAMPLES, sqnr_db
 from .bootstrap import MIN_UNITS, draw_counts, interval
 from .inputs import OpenCheckpoints, Progress, check_resamples, shown
 from .journal import Journal
+from .moments import expected_power, moment_for
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -70,6 +71,8 @@ def analyze_gemm(
     activations: Path | None = None,
     gaussian_tokens: int = 256,
     max_tokens: int = 1024,
+    only: Collection[str] | None = None,
+    moments: bool = False,
     journal: Path | None = None,
     resamples: int = RESAMPLES,
     seed: int = 0,
@@ -79,7 +82,9 @@ def analyze_gemm(
 
     activations: a captured file (`formats.activations`); None takes N(0, 1) rows (`gaussian_tokens` of them, seeded per
     module, NVFP4's global scale then per token). At most `max_tokens` rows of a module are used. A module without a
-    captured row still gets its rows, with tokens = 0 and NaN figures; fewer than 8 tokens give NaN intervals.
+    captured row still gets its rows, with tokens = 0 and NaN figures; fewer than 8 tokens give NaN intervals. only:
+    names of the matrices to measure, of those. moments: instead of rows, the exact expected noise of weight errors
+    given E[x x^T] (`moments.py`): the file's second moments, else those of its rows, else the identity; kind "weight".
     Raises CheckpointError naming the tensor where source, arm and activations do not fit together, ConfigError for
     resamples < 1.
     """
@@ -91,13 +96,15 @@ def analyze_gemm(
         checkpoints = OpenCheckpoints(stack)
         original = checkpoints.open(source)
         wanted = _matrices_by_arm(arms, original, checkpoints)
+        if only is not None:
+            wanted = {arm: matrices & set(only) for arm, matrices in wanted.items()}
         names = [e.name for e in original.entries() if any(e.name in w for w in wanted.values())]
         key = {
             "schema_version": SCHEMA_VERSION,
             "checkpoints": checkpoints.fingerprints(),
             "arms": [{k: str(v) for k, v in dataclasses.asdict(arm).items()} for arm in arms],
             "activations": _stamp(activations),
-            "settings": [gaussian_tokens, max_tokens, resamples, seed],
+            "settings": [gaussian_tokens, max_tokens, resamples, seed, moments],
         }
         log = stack.enter_context(Journal.open(journal, key))
         for name in shown(names, "matrix products", progress):
@@ -105,6 +112,9 @@ def analyze_gemm(
                 entry = original.entry(name)
                 x, seen = _rows_for(entry, captured, gaussian_tokens, max_tokens, seed)
                 chosen = [arm for arm in arms if name in wanted[arm.arm]]
+                if moments:
+                    log.add(name, _expect_layer(entry, original, chosen, checkpoints, x, seen, captured))
+                    continue
                 log.add(name, _measure_layer(entry, original, chosen, checkpoints, x, seen, captured, resamples, seed))
         columns = [f.name for f in dataclasses.fields(GemmRecord)]
         return pd.DataFrame([row for name in names for row in log.rows(name)], columns=columns)
@@ -175,6 +185,49 @@ def _measure_layer(
                 output_power=float(signal.mean()) if len(signal) else math.nan,
             )
             rows.append(list(dataclasses.astuple(record)))
+    return rows
+
+
+def _expect_layer(
+    entry: Any,
+    original: Any,
+    arms: Sequence[GemmArm],
+    checkpoints: OpenCheckpoints,
+    x: Tensor,
+    seen: int,
+    captured: Activations | None,
+) -> list[list[Any]]:
+    """Rows of kind "weight" from second moments: no sampling, so no interval."""
+    w = original.read_dense(entry.name)
+    moment, how = moment_for(entry.module, entry.shape[-1], captured, x)
+    signal = expected_power(w, moment) if moment is not None else math.nan
+    rows = []
+    for arm in arms:
+        tensor = _arm_weights(checkpoints.open(arm.checkpoint).read(entry.name), arm, entry.name)
+        error = tensor.effective() - w
+        value = float(sqnr_db(signal, expected_power(error, moment))) if moment is not None else math.nan
+        weight_sqnr = float(sqnr_db(_power(w), _power(error)))
+        record = GemmRecord(
+            name=entry.name,
+            layer=entry.layer,
+            expert=entry.expert,
+            projection=entry.projection,
+            shared_expert=entry.shared_expert,
+            arm=arm.arm,
+            weight_format=tensor.format,
+            activation_format="",
+            kind="weight",
+            activations=how,
+            tokens=len(x) if captured is not None else 0,
+            tokens_seen=seen if captured is not None else 0,
+            sqnr_db=value,
+            sqnr_db_low=math.nan,
+            sqnr_db_high=math.nan,
+            weight_sqnr_db=weight_sqnr,
+            coherence_gain_db=_difference(value, weight_sqnr),
+            output_power=signal,
+        )
+        rows.append(list(dataclasses.astuple(record)))
     return rows
 
 

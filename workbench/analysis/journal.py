@@ -15,53 +15,67 @@ from types import TracebackType
 from typing import IO, Any
 
 from workbench.errors import OutputError
-from workbench.records import write_text
 
 
 class Journal:
-    """Rows by tensor name. Use `Journal.open`, and close it (or use `with`) when done."""
+    """Rows by tensor name. Use `Journal.open`, and close it (or use `with`) when done.
 
-    def __init__(self, path: Path | None, entries: dict[str, dict[str, Any]], stream: IO[str] | None) -> None:
-        self._path, self._entries, self._stream = path, entries, stream
+    With a path, memory holds a place in the file for each tensor, not its rows: a checkpoint of a trillion parameters
+    has some 70,000 tensors.
+    """
+
+    def __init__(self, path: Path | None, stream: IO[bytes] | None) -> None:
+        self._path, self._stream = path, stream
+        self._kept: dict[str, dict[str, Any]] = {}  # without a path
+        self._places: dict[str, tuple[int, int]] = {}  # offset and length of a tensor's line
+        self._last: tuple[str, dict[str, Any]] = ("", {})
 
     @classmethod
     def open(cls, path: Path | None, key: dict[str, Any]) -> Journal:
         """Continue the journal at `path` if it has this `key`, else start it anew. Raises OutputError."""
         if path is None:
-            return cls(None, {}, None)
-        header = json.dumps({"key": key}, sort_keys=True)
-        lines = _complete_lines(path)
-        kept = lines[1:] if lines and lines[0] == header else []
-        entries = {}
-        for line in kept:
-            entry = json.loads(line)
-            entries[entry["name"]] = entry
-        write_text(path, "".join(line + "\n" for line in [header, *kept]))
+            return cls(None, None)
+        header = json.dumps({"key": key}, sort_keys=True).encode() + b"\n"
         try:
-            stream = path.open("a", encoding="utf-8")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stream = path.open("a+b")
+            journal = cls(path, stream)
+            stream.seek(0)
+            end = journal._read(stream) if stream.readline() == header else 0
+            stream.truncate(end)  # of another key: all; else a line that was cut short
+            if end == 0:
+                stream.write(header)
+            stream.flush()
         except OSError as error:
             raise OutputError.of(path, error) from error
-        return cls(path, entries, stream)
+        return journal
 
     def __contains__(self, name: str) -> bool:
-        return name in self._entries
+        return name in self._places or name in self._kept
+
+    def __len__(self) -> int:
+        return len(self._places) + len(self._kept)
 
     def add(self, name: str, rows: list[list[Any]], extra: dict[str, Any] | None = None) -> None:
         """Record tensor `name` as finished. Raises OutputError when the disk refuses."""
         entry = {"name": name, "rows": rows, "extra": extra or {}}
-        self._entries[name] = entry
-        if self._stream is not None and self._path is not None:
-            try:
-                self._stream.write(json.dumps(entry) + "\n")
-                self._stream.flush()
-            except OSError as error:
-                raise OutputError.of(self._path, error) from error
+        if self._stream is None or self._path is None:
+            self._kept[name] = entry
+            return
+        line = json.dumps(entry).encode() + b"\n"
+        try:
+            place = self._stream.seek(0, 2)
+            self._stream.write(line)
+            self._stream.flush()
+        except OSError as error:
+            raise OutputError.of(self._path, error) from error
+        self._places[name] = (place, len(line))
 
     def rows(self, name: str) -> list[list[Any]]:
-        return self._entries[name]["rows"]
+        return self._entry(name)["rows"]
 
     def extra(self, name: str) -> dict[str, Any]:
-        return self._entries[name]["extra"]
+        return self._entry(name)["extra"]
 
     def close(self) -> None:
         if self._stream is not None:
@@ -75,18 +89,26 @@ class Journal:
     ) -> None:
         self.close()
 
+    def _entry(self, name: str) -> dict[str, Any]:
+        if name in self._kept:
+            return self._kept[name]
+        if self._last[0] != name:
+            assert self._stream is not None
+            place, length = self._places[name]
+            self._stream.seek(place)
+            self._last = (name, json.loads(self._stream.read(length)))
+        return self._last[1]
 
-def _complete_lines(path: Path) -> list[str]:
-    """Lines that end in a newline and parse; reading stops at the first that does not."""
-    if not path.is_file():
-        return []
-    lines = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
-        try:
-            json.loads(line)
-        except ValueError:
-            break
-        if not line.endswith("\n"):
-            break
-        lines.append(line.rstrip("\n"))
-    return lines
+    def _read(self, stream: IO[bytes]) -> int:
+        """Note where each finished tensor's line lies; returns where the last whole one ends."""
+        end = stream.tell()
+        for line in iter(stream.readline, b""):
+            try:
+                name = json.loads(line)["name"] if line.endswith(b"\n") else None
+            except (ValueError, KeyError, TypeError):
+                name = None
+            if not isinstance(name, str):
+                break
+            self._places[name] = (end, len(line))
+            end += len(line)
+        return end

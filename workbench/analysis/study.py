@@ -18,10 +18,13 @@ from workbench.formats.activations import read_activations
 from workbench.records import write_json
 
 from .algebra import RESAMPLES
+from .faults import Fault
+from .fused import fused_view
 from .gemm import GemmArm, analyze_gemm
 from .inputs import Progress, check_resamples
+from .pooling import pool_rows
 from .summary import AnalysisSummary, summarize
-from .tensors import ArmPair, analyze_weights, read_frame, write_frame
+from .tensors import ArmPair, analyze_weights, inputs_of, read_frame, write_frame
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -97,6 +100,76 @@ def analyze_pairs(
             progress=progress,
         ),
     )
+    summary = summarize(tensors, gemm, seed=seed)
+    write_json(out / "analysis.json", summary)
+    return summary
+
+
+def analyze_checkpoints(
+    *,
+    out: Path,
+    source: Path | None,
+    pair: ArmPair,
+    arms: Sequence[GemmArm] = (),
+    activations: Path | None = None,
+    moments: bool = False,
+    bootstrap: int = RESAMPLES,
+    seed: int = 0,
+    select: str | None = None,
+    sample: int | None = None,
+    progress: Progress | None = None,
+    read_bytes: Callable[[int], None] | None = None,
+) -> AnalysisSummary:
+    """One pair on plain paths: tensors.parquet, pooled.parquet, fused.parquet, analysis.json, and with `arms` (and a
+    source) gemm.parquet. What cannot be analyzed is named in the summary's `faults`; the rest is.
+
+    The same call continues a killed one and ends in the same bytes. Raises ConfigError when `out` holds an analysis of
+    other inputs, and what `analyze_weights` raises.
+    """
+    check_resamples(bootstrap)
+    path = out / "tensors.parquet"
+    if path.is_file():
+        now = inputs_of(source, [pair], bootstrap, seed, select, sample)
+        if read_frame(path).attrs.get("inputs") != now:
+            raise ConfigError(
+                f"{out} holds an analysis of other checkpoints or settings", fix="give another --out, or empty this one"
+            )
+    faults: list[Fault] = []
+    tensors = _table(
+        path,
+        lambda journal: analyze_weights(
+            source=source,
+            pairs=[pair],
+            journal=journal,
+            resamples=bootstrap,
+            seed=seed,
+            select=select,
+            sample=sample,
+            faults=faults,
+            progress=progress,
+            read_bytes=read_bytes,
+        ),
+    )
+    gemm = None
+    if source is not None and arms:
+        names = set(tensors["name"])
+        gemm = _table(
+            out / "gemm.parquet",
+            lambda journal: analyze_gemm(
+                source=source,
+                arms=arms,
+                activations=activations,
+                only=names,
+                moments=moments,
+                journal=journal,
+                resamples=bootstrap,
+                seed=seed,
+                progress=progress,
+            ),
+        )
+    if len(tensors):
+        write_frame(out / "pooled.parquet", pool_rows(tensors, seed=seed))
+        write_frame(out / "fused.parquet", fused_view(tensors))
     summary = summarize(tensors, gemm, seed=seed)
     write_json(out / "analysis.json", summary)
     return summary

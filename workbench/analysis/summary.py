@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -20,12 +20,14 @@ from numpy.typing import NDArray
 
 from .algebra import sqnr_db
 from .bootstrap import MIN_UNITS, draw_counts, interval
+from .faults import Fault, count_faults
 
 if TYPE_CHECKING:
     import pandas as pd
 
 _RESAMPLES = 1000
 _MAX_UNITS = 2048
+_WORST_BLOCKS = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,12 +119,36 @@ class Claim:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WorstBlockRecord:
+    """A scale block far worse than its matrix. row, column: its first element; share: of the matrix's error; excess:
+    its mean squared error over the matrix's; sqnr_db: its own."""
+
+    tensor: str
+    second_arm: str
+    row: int
+    column: int
+    share: float
+    excess: float
+    sqnr_db: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AnalysisSummary:
-    """analysis.json."""
+    """analysis.json. missing: arms that were not given ("" : none); what needs them is NaN.
+
+    worst_blocks: of all matrices, by how much their error exceeds their matrix's mean. faults: what could not be
+    analyzed, or is in doubt; fault_counts: by kind. measured, of: matrices, and what a sample chose from.
+    """
 
     pairs: tuple[PairSummary, ...]
     gemm: tuple[GemmSummary, ...]
     claims: tuple[Claim, ...]
+    missing: str = ""
+    worst_blocks: tuple[WorstBlockRecord, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    fault_counts: dict[str, int] = field(default_factory=dict)
+    measured: int = 0
+    of: int = 0
 
 
 def summarize(tensors: pd.DataFrame | None, gemm: pd.DataFrame | None = None, *, seed: int = 0) -> AnalysisSummary:
@@ -137,14 +163,43 @@ def summarize(tensors: pd.DataFrame | None, gemm: pd.DataFrame | None = None, *,
         for _, group in gemm.groupby(["arm", "kind"], sort=False):
             layers.append(_summarize_gemm(group, seed))
     claims = [claim for pair in pairs for claim in _check_claims(pair, gemm, seed)]
-    return AnalysisSummary(pairs=tuple(pairs), gemm=tuple(layers), claims=tuple(claims))
+    faults = tuple(Fault(**fault) for fault in tensors.attrs.get("faults", [])) if tensors is not None else ()
+    measured = 0 if tensors is None else int(tensors["name"].nunique())
+    of = 0.0 if tensors is None else float(tensors.drop_duplicates("name")["sample_weight"].sum())
+    return AnalysisSummary(
+        pairs=tuple(pairs),
+        gemm=tuple(layers),
+        claims=tuple(claims),
+        missing="" if tensors is None or not len(tensors) else _distinct(tensors["missing"]),
+        worst_blocks=() if tensors is None else _worst_blocks(tensors),
+        faults=faults,
+        fault_counts=count_faults(faults),
+        measured=measured,
+        of=round(of),
+    )
+
+
+def _worst_blocks(tensors: pd.DataFrame) -> tuple[WorstBlockRecord, ...]:
+    found = tensors[tensors["worst_block_row"] >= 0].nlargest(_WORST_BLOCKS, "worst_block_excess")
+    return tuple(
+        WorstBlockRecord(
+            tensor=row["name"],
+            second_arm=row["second_arm"],
+            row=int(row["worst_block_row"]),
+            column=int(row["worst_block_column"]),
+            share=float(row["worst_block_share"]),
+            excess=float(row["worst_block_excess"]),
+            sqnr_db=float(row["worst_block_sqnr_db"]),
+        )
+        for _, row in found.iterrows()
+    )
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 
 def _summarize_pair(group: pd.DataFrame, density: dict[str, Any] | None, seed: int) -> PairSummary:
-    size = (group["rows"] * group["columns"]).to_numpy(np.float64)
+    size = (group["rows"] * group["columns"] * group["sample_weight"]).to_numpy(np.float64)
     power = {k: group[f"power_{k}"].to_numpy(np.float64) * size for k in ("source", "e1", "e2", "total", "direct")}
 
     def ratio(signal: str, error: str) -> Pool:
@@ -153,6 +208,8 @@ def _summarize_pair(group: pd.DataFrame, density: dict[str, Any] | None, seed: i
     total = group["sqnr_total_db"].to_numpy(np.float64)
     first, direct = (group[f"sqnr_{k}_db"].to_numpy(np.float64) for k in ("first", "direct"))
     corr = group["corr_e1_e2"].to_numpy(np.float64)
+    with np.errstate(invalid="ignore"):  # both infinite: no error at all
+        losses = first - total, direct - total
     e2_mean = float(np.sum(group["e2_mean"] * size) / size.sum())
     e2_std = float(np.sqrt(np.maximum(0.0, power["e2"].sum() / size.sum() - e2_mean**2)))
     largest_ratio = group["e2_mean_over_std"].abs().max()
@@ -170,8 +227,8 @@ def _summarize_pair(group: pd.DataFrame, density: dict[str, Any] | None, seed: i
         sqnr_first_db=_spread(first, ratio("source", "e1"), seed),
         sqnr_total_db=_spread(total, ratio("source", "total"), seed),
         sqnr_direct_db=_spread(direct, ratio("source", "direct"), seed),
-        loss_to_first_db=_spread(first - total, ratio("total", "e1"), seed),
-        loss_to_direct_db=_spread(direct - total, ratio("total", "direct"), seed),
+        loss_to_first_db=_spread(losses[0], ratio("total", "e1"), seed),
+        loss_to_direct_db=_spread(losses[1], ratio("total", "direct"), seed),
         corr_e1_e2=_spread(corr, None, seed),
         mean_abs_corr_e1_e2=_mean(np.abs(corr)),
         e2_mean=e2_mean,

@@ -1,4 +1,4 @@
-"""What two quantizations did to every matrix of a model: a streaming pass over checkpoints, one matrix in memory.
+"""What two quantizations did to every matrix of a model: a streaming pass over checkpoints, two matrices in memory.
 
     frame = analyze_weights(
         source=Path("kimi"),
@@ -8,9 +8,9 @@
     write_frame(run_dir / "tensors.parquet", frame)
 
 Every matrix that is quantized in the first checkpoint becomes one row per pair (`records.TensorRecord`). The second
-quantization is made here as the `requant` backend makes it (`quantize(first.dequantize(), ...)`), or read from a stored
-checkpoint. Trade-off: everything is recomputed from the files, with the reference kernels, so that the figures do not
-depend on what a server did; a journal of finished matrices makes the pass resumable.
+quantization is made here as the `requant` backend makes it, or read from a stored checkpoint. The next matrix is read
+while one is measured; values exist a few rows at a time. Everything is recomputed from the files, so that the figures
+do not depend on what a server did; a journal of finished matrices makes the pass resumable.
 """
 
 from __future__ import annotations
@@ -20,28 +20,35 @@ import dataclasses
 import io
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workbench.errors import CheckpointError, ConfigError
-from workbench.formats import QuantizedTensor, get_format, quantize
+from workbench.errors import ConfigError, FormatError, WorkbenchError
+from workbench.formats import QuantizedTensor
 from workbench.records import SCHEMA_VERSION, TensorRecord, write_bytes
 
-from .algebra import RESAMPLES, error_density, measure_matrix
+from .algebra import DENSITY_BINS, DENSITY_LIMIT, RESAMPLES, Measured, Sides, measure_sides
+from .choice import Chosen, choose_matrices
+from .faults import Fault, raise_first
 from .inputs import OpenCheckpoints, Progress, check_resamples, shown
 from .journal import Journal
+from .reading import read_ahead
+from .sides import RoundedSide, Side, side_of
 
 if TYPE_CHECKING:
     import pandas as pd
 
-
-DENSITY_BINS, DENSITY_LIMIT = 48, 3.0
+UNRELATED_SQNR_DB = 3.0
+"""A first arm below it does not resemble its source: four bits hold ordinary weights at 15 dB and more."""
+_ROWS_AT_ONCE = 4096  # of the table, while it is put together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,46 +77,93 @@ class ArmPair:
 
 def analyze_weights(
     *,
-    source: str | Path,
+    source: str | Path | None,
     pairs: Sequence[ArmPair],
     source_arm: str = "source",
     journal: Path | None = None,
     resamples: int = RESAMPLES,
     seed: int = 0,
+    select: str | None = None,
+    sample: int | None = None,
+    faults: list[Fault] | None = None,
     progress: Progress | None = None,
+    read_bytes: Callable[[int], None] | None = None,
 ) -> pd.DataFrame:
     """Measure every quantized matrix under every pair; columns are TensorRecord's, rows in the source's layer order.
 
-    Rows are keyed by (name, source_arm, first_arm, second_arm, second_rule). `journal`: file of finished matrices; a
-    second call with equal inputs continues it, and returns the same table as an uninterrupted call. The frame's
-    `attrs["error_density"]` holds, per pair's key, counts over (e1/rms, e2/rms) pooled over matrices.
+    source: None leaves every figure that needs it NaN, and `missing` says so. Rows are keyed by (name, source_arm,
+    first_arm, second_arm, second_rule). `journal`: file of finished matrices; a second call with equal inputs continues
+    it, and returns the same table as an uninterrupted call. select: a glob over names. sample: about so many matrices,
+    stratified (`choice.py`). read_bytes: told the stored bytes of each matrix that was read.
+    faults: a list that takes what could not be analyzed, while the rest goes on; None: the first one raises.
+    The frame's `attrs`: "inputs", all that it depends on; "faults"; "error_density", per pair's key, counts over
+    (e1/rms, e2/rms) pooled over matrices; "codes", per pair's key and projection, a row for each code of the second
+    format: elements, sum of e2 and of e2 squared, each over its matrix's rms.
     Raises CheckpointError naming the tensor where an arm lacks it or its shape differs, ConfigError for two pairs of
-    one key and for resamples < 1.
+    one key, for resamples < 1, and without a source for a pair without a first.
     """
-    import pandas as pd
-
     check_resamples(resamples)
-    keys = [pair.key for pair in pairs]
-    if len(set(keys)) != len(keys):
-        raise ConfigError(
-            f"two pairs have the same arms and rule: {sorted(k for k in keys if keys.count(k) > 1)[0]}",
-            fix="give every (first arm, second arm, rule) once",
-        )
+    _check_pairs(pairs, source)
     with ExitStack() as stack:
         checkpoints = OpenCheckpoints(stack)
-        original = checkpoints.open(source)
-        wanted = {pair.key: _matrices_of(pair, original, checkpoints) for pair in pairs}
-        names = [e.name for e in original.entries() if any(e.name in matrices for matrices in wanted.values())]
-        log = stack.enter_context(Journal.open(journal, _journal_key(source_arm, pairs, checkpoints, resamples, seed)))
-        for name in shown(names, "weights", progress):
-            if name not in log:
-                chosen = [pair for pair in pairs if name in wanted[pair.key]]
-                rows, extra = _measure_tensor(name, source_arm, original, chosen, checkpoints, resamples, seed)
-                log.add(name, rows, extra)
-        columns = [f.name for f in dataclasses.fields(TensorRecord)]
-        frame = pd.DataFrame([row for name in names for row in log.rows(name)], columns=columns)
-        frame.attrs["error_density"] = {key: _pool_density(log, names, key) for key in keys}
+        leading = source if source is not None else pairs[0].first
+        original = checkpoints.open(leading) if leading is not None else None
+        chosen = choose_matrices(
+            pairs, original, checkpoints, has_source=source is not None, select=select, sample=sample, seed=seed
+        )
+        if faults is None:
+            raise_first(chosen.faults)
+        key = _journal_key(source_arm if source is not None else "", pairs, checkpoints, resamples, seed)
+        log = stack.enter_context(Journal.open(journal, key))
+        pass_ = _Pass(
+            source_arm if source is not None else "",
+            None if source is None else original,
+            original,
+            pairs,
+            chosen,
+            checkpoints,
+            resamples,
+            seed,
+        )
+        todo = [name for name in chosen.names if name not in log]
+        stream = iter(read_ahead(todo, pass_.read))
+        with ThreadPoolExecutor(torch.get_num_threads(), initializer=_alone) as pool:
+            for name in shown(chosen.names, "weights", progress):
+                if name in log:
+                    continue
+                _, arms = next(stream)
+                if read_bytes is not None and not isinstance(arms, WorkbenchError):
+                    read_bytes(sum(tensor.nbytes for tensor in arms.values()))
+                log.add(name, *pass_.measure(name, arms, pool))
+                if faults is None:
+                    raise_first(_faults_of(log, name))
+        frame = _table(log, chosen)
+        found = [*chosen.faults, *(fault for name in chosen.names for fault in _faults_of(log, name))]
+        if faults is not None:
+            faults += found
+        frame.attrs["inputs"] = key | {"select": select, "sample": sample}
+        frame.attrs["faults"] = [dataclasses.asdict(fault) for fault in found]
+        frame.attrs["error_density"] = {pair.key: _pool_density(log, chosen.names, pair.key) for pair in pairs}
+        frame.attrs["codes"] = {pair.key: _pool_codes(log, chosen.names, pair.key, original) for pair in pairs}
     return frame
+
+
+def inputs_of(
+    source: str | Path | None,
+    pairs: Sequence[ArmPair],
+    resamples: int,
+    seed: int,
+    select: str | None,
+    sample: int | None,
+) -> dict[str, Any]:
+    """What `attrs["inputs"]` of the table is for these arguments (source_arm "source"); reads headers only."""
+    with ExitStack() as stack:
+        checkpoints = OpenCheckpoints(stack)
+        for path in (source, *(path for pair in pairs for path in _paths(pair).values())):
+            if path is not None:
+                checkpoints.open(path)
+        key = _journal_key("source" if source is not None else "", pairs, checkpoints, resamples, seed)
+        return key | {"select": select, "sample": sample}
 
 
 def write_frame(path: Path, frame: pd.DataFrame) -> None:
@@ -128,66 +182,143 @@ def read_frame(path: Path) -> pd.DataFrame:
 
 # ---- one matrix ------------------------------------------------------------------------------------------------------
 
+Arms = dict[str, QuantizedTensor | Tensor]
+"""What was read of one matrix, by checkpoint path ("" : the source)."""
 
-def _measure_tensor(
-    name: str,
-    source_arm: str,
-    original: Any,
-    pairs: Sequence[ArmPair],
-    checkpoints: OpenCheckpoints,
-    resamples: int,
-    seed: int,
-) -> tuple[list[list[Any]], dict[str, Any]]:
-    """Rows of one tensor, a row per pair, and its error densities. Holds w, a, b, d of one matrix at a time."""
-    entry = original.entry(name)
-    w = original.read_dense(name)
-    rows, extra = [], {}
-    for pair in pairs:
-        first = _read_quantized(checkpoints.open(pair.first), name) if pair.first is not None else None
-        a = first.effective() if isinstance(first, QuantizedTensor) else first
-        second = _make_second(pair, w if a is None else a, name, checkpoints)
-        b = second.effective() if isinstance(second, QuantizedTensor) else second
-        d = (
-            checkpoints.open(pair.direct).read_dense(name)
-            if pair.direct is not None
-            else quantize(w, pair.second_format, pair.second_rule or None, name=name).dequantize()
-        )
-        figures = measure_matrix(
-            w, a, b, d, block=_bootstrap_block(first, second), resamples=resamples, seed=seed, name=name
-        )
-        record = TensorRecord(
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Pass:
+    source_arm: str
+    source: Any
+    leading: Any
+    pairs: Sequence[ArmPair]
+    chosen: Chosen
+    checkpoints: OpenCheckpoints
+    resamples: int
+    seed: int
+
+    def read(self, name: str) -> Arms:
+        """Every stored arm of one matrix, packed as it lies on disk."""
+        arms: Arms = {} if self.source is None else {"": self.source.read(name)}
+        for pair in self._pairs(name):
+            for path in (pair.first, pair.second, pair.direct):
+                if path is not None and str(path) not in arms:
+                    arms[str(path)] = self.checkpoints.open(path).read(name)
+        return arms
+
+    def measure(
+        self, name: str, arms: Arms | WorkbenchError, pool: ThreadPoolExecutor
+    ) -> tuple[list[list[Any]], dict[str, Any]]:
+        """Rows of one matrix, a row per pair, and what is pooled over matrices."""
+        if isinstance(arms, WorkbenchError):
+            return [], {"faults": [_fault(name, "unreadable", arms.message)]}
+        rows: list[list[Any]] = []
+        extra: dict[str, Any] = {}
+        faults: list[dict[str, str]] = []
+        for pair in self._pairs(name):
+            try:
+                row, more, found = self._measure_pair(name, pair, arms, pool)
+            except FormatError as error:
+                found = [_fault(name, "format", error.message)]
+            else:
+                rows += [row] if row is not None else []
+                extra |= {pair.key: more} if more else {}
+            faults += [fault for fault in found if fault not in faults]
+        return rows, extra | ({"faults": faults} if faults else {})
+
+    def _pairs(self, name: str) -> list[ArmPair]:
+        return [pair for pair in self.pairs if name in self.chosen.by_pair[pair.key]]
+
+    def _measure_pair(
+        self, name: str, pair: ArmPair, arms: Arms, pool: ThreadPoolExecutor
+    ) -> tuple[list[Any] | None, dict[str, Any], list[dict[str, str]]]:
+        stored = {arm: arms.get(str(path)) for arm, path in _paths(pair).items() if path is not None}
+        sides = _sides(name, pair, arms.get(""), stored)
+        measured = measure_sides(sides, resamples=self.resamples, seed=self.seed, name=name, pool=pool)
+        if measured.nonfinite:
+            arm = measured.nonfinite[0]
+            return None, {}, [_fault(name, "non-finite", f"holds NaN or infinity in the {arm} arm", arm)]
+        entry, first = self.leading.entry(name), stored.get("first")
+        scale = _global_scale(first)
+        row = TensorRecord(
             name=name,
             layer=entry.layer,
             expert=entry.expert,
             projection=entry.projection,
             shared_expert=entry.shared_expert,
-            rows=math.prod(w.shape[:-1]),
-            columns=w.shape[-1],
-            source_arm=source_arm,
+            rows=math.prod(entry.shape[:-1]),
+            columns=entry.shape[-1],
+            source_arm=self.source_arm,
             first_arm=pair.first_arm,
             second_arm=pair.second_arm,
-            source_format=entry.format,
+            source_format=entry.format if self.source is not None else "",
             first_format=_format_of(first),
-            second_format=_format_of(second),
+            second_format=pair.second_format if pair.second is None else _format_of(stored.get("second")),
             second_rule=pair.second_rule,
-            first_global_scale=_global_scale(first),
-            **figures,
+            first_global_scale=scale,
+            scale_phase=math.log2(scale) % 1.0 if scale > 0 else math.nan,
+            missing=",".join(arm for arm in ("source", "first", "direct") if getattr(sides, arm) is None),
+            sample_weight=self.chosen.weights[name],
+            **cast(dict[str, Any], measured.figures),
+            **_worst(measured),
         )
-        rows.append(list(dataclasses.astuple(record)))
-        if a is not None:
-            extra[pair.key] = _pack(error_density(w, a, b, bins=DENSITY_BINS, limit=DENSITY_LIMIT))
-    return rows, extra
+        return list(dataclasses.astuple(row)), _extra(measured), _doubts(name, measured)
 
 
-def _make_second(pair: ArmPair, a: Tensor, name: str, checkpoints: OpenCheckpoints) -> QuantizedTensor | Tensor:
-    if pair.second is not None:
-        return _read_quantized(checkpoints.open(pair.second), name)
-    return quantize(a, pair.second_format, pair.second_rule or None, name=name)
+def _sides(
+    name: str,
+    pair: ArmPair,
+    source: QuantizedTensor | Tensor | None,
+    stored: dict[str, QuantizedTensor | Tensor | None],
+) -> Sides:
+    def side(tensor: QuantizedTensor | Tensor | None) -> Side | None:
+        return None if tensor is None else side_of(tensor)
+
+    w, a, b, d = side(source), side(stored.get("first")), side(stored.get("second")), side(stored.get("direct"))
+    base = a if a is not None else w
+    if b is None and base is not None:
+        b = RoundedSide(base, pair.second_format, pair.second_rule or None, name)
+    if d is None and w is not None:
+        d = RoundedSide(w, pair.second_format, pair.second_rule or None, name)
+    return Sides(source=w, first=a, second=b, direct=d)
 
 
-def _read_quantized(checkpoint: Any, name: str) -> QuantizedTensor | Tensor:
-    tensor = checkpoint.read(name)
-    return tensor if isinstance(tensor, QuantizedTensor) else tensor.float()
+def _paths(pair: ArmPair) -> dict[str, str | Path | None]:
+    return {"first": pair.first, "second": pair.second, "direct": pair.direct}
+
+
+def _worst(measured: Measured) -> dict[str, Any]:
+    """Position and size of the block with the most error."""
+    if not measured.worst:
+        return {}
+    worst = measured.worst[0]
+    return {
+        "worst_block_row": worst.row,
+        "worst_block_column": worst.column,
+        "worst_block_share": worst.share,
+        "worst_block_excess": worst.excess,
+        "worst_block_sqnr_db": worst.sqnr_db,
+    }
+
+
+def _doubts(name: str, measured: Measured) -> list[dict[str, str]]:
+    """Faults of a matrix whose figures stand."""
+    figures = measured.figures
+    power = figures["power_first"] if math.isnan(figures["power_source"]) else figures["power_source"]
+    if power == 0:
+        return [_fault(name, "all-zero", "is zero everywhere", "source")]
+    if figures["sqnr_first_db"] < UNRELATED_SQNR_DB:
+        what = f"has an SQNR of {figures['sqnr_first_db']:.1f} dB in the first arm: a wrong scale, or another model's"
+        return [_fault(name, "unrelated", what, "first")]
+    return []
+
+
+def _fault(tensor: str, kind: str, message: str, arm: str = "") -> dict[str, str]:
+    return dataclasses.asdict(Fault(tensor=tensor, kind=kind, message=message, arm=arm))
+
+
+def _faults_of(log: Journal, name: str) -> list[Fault]:
+    return [Fault(**fault) for fault in log.extra(name).get("faults", [])]
 
 
 def _format_of(tensor: QuantizedTensor | Tensor | None) -> str:
@@ -203,48 +334,23 @@ def _global_scale(tensor: QuantizedTensor | Tensor | None) -> float:
     return float(tensor.global_scale.float())
 
 
-def _bootstrap_block(*tensors: QuantizedTensor | Tensor | None) -> int:
-    """The coarser scale block: what happens inside one block is not independent."""
-    return max((get_format(t.format).block for t in tensors if isinstance(t, QuantizedTensor)), default=1)
+def _alone() -> None:
+    """Of a worker thread: chunks are the unit of parallel work, so torch adds no threads within one."""
+    torch.set_num_threads(1)
 
 
-# ---- which matrices --------------------------------------------------------------------------------------------------
+# ---- the pass --------------------------------------------------------------------------------------------------------
 
 
-def _matrices_of(pair: ArmPair, original: Any, checkpoints: OpenCheckpoints) -> set[str]:
-    """Names that are quantized in the pair's first checkpoint (without one: in its second, or direct). All must agree.
-
-    Raises CheckpointError naming the first tensor that an arm lacks or holds in another shape.
-    """
-    leading = pair.first or pair.second or pair.direct
-    if leading is None:
+def _check_pairs(pairs: Sequence[ArmPair], source: str | Path | None) -> None:
+    keys = [pair.key for pair in pairs]
+    if len(set(keys)) != len(keys):
         raise ConfigError(
-            f"arm {pair.second_arm!r} has no stored checkpoint, so nothing says which matrices are quantized",
-            fix="give the first, second or direct checkpoint of the pair",
+            f"two pairs have the same arms and rule: {sorted(k for k in keys if keys.count(k) > 1)[0]}",
+            fix="give every (first arm, second arm, rule) once",
         )
-    names = {entry.name for entry in checkpoints.open(leading).entries() if entry.quantized}
-    if not names:
-        raise CheckpointError(
-            f"{leading} holds no quantized matrix, so there is nothing to analyze",
-            fix="check the arm's path; `workbench lint` says what the checkpoint holds",
-        )
-    shapes = {entry.name: tuple(entry.shape) for entry in original.entries()}
-    for path in (pair.first, pair.second, pair.direct):
-        if path is None:
-            continue
-        held = {entry.name: tuple(entry.shape) for entry in checkpoints.open(path).entries()}
-        for name in sorted(names):
-            if name not in shapes:
-                raise _mismatch(name, f"is quantized in {leading}, but the source {original.path} does not hold it")
-            if name not in held:
-                raise _mismatch(name, f"is quantized in {leading}, but {path} does not hold it")
-            if held[name] != shapes[name]:
-                raise _mismatch(name, f"is {held[name]} in {path} and {shapes[name]} in the source {original.path}")
-    return names
-
-
-def _mismatch(name: str, what: str) -> CheckpointError:
-    return CheckpointError(f"{name} {what}", fix="all arms must be made from one source: check their paths")
+    if source is None and any(pair.first is None for pair in pairs):
+        raise ConfigError("neither a source nor a first checkpoint", fix="give at least one of them")
 
 
 def _journal_key(
@@ -252,6 +358,7 @@ def _journal_key(
 ) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
+        "columns": [f.name for f in dataclasses.fields(TensorRecord)],
         "source_arm": source_arm,
         "checkpoints": checkpoints.fingerprints(),
         "pairs": [{k: str(v) for k, v in dataclasses.asdict(pair).items()} for pair in pairs],
@@ -260,18 +367,57 @@ def _journal_key(
     }
 
 
-# ---- densities -------------------------------------------------------------------------------------------------------
+def _table(log: Journal, chosen: Chosen) -> pd.DataFrame:
+    """All rows, some thousand at a time: as Python lists they take several times the table's memory."""
+    import pandas as pd
+
+    columns = [f.name for f in dataclasses.fields(TensorRecord)]
+    parts, rows = [], []
+    weight = columns.index("sample_weight")
+    for name in chosen.names:
+        for row in log.rows(name):
+            row[weight] = chosen.weights[name]  # of a journal that another selection began
+            rows.append(row)
+        if len(rows) >= _ROWS_AT_ONCE:
+            parts.append(pd.DataFrame(rows, columns=columns))
+            rows = []
+    if rows or not parts:
+        parts.append(pd.DataFrame(rows, columns=columns))
+    return pd.concat(parts, ignore_index=True) if len(parts) > 1 else parts[0]
+
+
+# ---- what is pooled over matrices ------------------------------------------------------------------------------------
+
+
+def _extra(measured: Measured) -> dict[str, Any]:
+    extra: dict[str, Any] = {}
+    if measured.density is not None:
+        extra["density"] = _pack(measured.density)
+    if measured.codes is not None and (rms := math.sqrt(measured.figures["power_e2"])) > 0:
+        extra["codes"] = (measured.codes / np.array([1.0, rms, rms * rms])).tolist()
+    return extra
 
 
 def _pack(counts: NDArray[np.int64]) -> str:
     return base64.b64encode(zlib.compress(counts.astype("<u2").tobytes(), 9)).decode()
 
 
-def _pool_density(log: Journal, names: Sequence[str], key: str) -> dict[str, Any]:
+def _pool_density(log: Journal, names: Iterable[str], key: str) -> dict[str, Any]:
     """Counts summed over matrices: {"limit", "counts"} with counts[e1 bin][e2 bin]."""
     total = np.zeros((DENSITY_BINS, DENSITY_BINS), np.int64)
     for name in names:
-        packed = log.extra(name).get(key)
+        packed = log.extra(name).get(key, {}).get("density")
         if packed:
             total += np.frombuffer(zlib.decompress(base64.b64decode(packed)), "<u2").reshape(total.shape).astype(int)
     return {"limit": DENSITY_LIMIT, "counts": total.tolist()}
+
+
+def _pool_codes(log: Journal, names: Iterable[str], key: str, original: Any) -> dict[str, list[list[float]]]:
+    """Code sums over matrices by projection."""
+    total: dict[str, NDArray[np.float64]] = {}
+    for name in names:
+        codes = log.extra(name).get(key, {}).get("codes")
+        if codes:
+            projection = original.entry(name).projection
+            total[projection] = total.get(projection, 0.0) + np.asarray(codes)
+    return {projection: codes.tolist() for projection, codes in sorted(total.items())}

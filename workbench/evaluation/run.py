@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 from workbench.errors import EvaluationError
 from workbench.evaluation._process import harness_environment, run_harness
 from workbench.evaluation.panel import build_panels
-from workbench.evaluation.scores import read_perplexities, read_scores
+from workbench.evaluation.scores import read_perplexities, read_samples, read_scores
 from workbench.evaluation.spec import TaskSpec, check_tasks, dump_spec
 from workbench.records import Evaluation, Transport, write_text
 
@@ -141,15 +141,12 @@ def evaluate(
 
     folder = _single_folder(partial / "output", arm)
     seconds = time.monotonic() - started
-    read_scores(folder, arm=arm, specs=tasks, result=result, seconds=seconds, root=out_dir)  # complete, or an error
-    (partial / "preflight.json").replace(folder / "preflight.json")
     final = out_dir / folder.name
-    shutil.rmtree(final, ignore_errors=True)
-    folder.rename(final)
-    root = out_dir.parent.parent
+    place = final.relative_to(out_dir.parent.parent)
+    samples = read_samples(folder, arm=arm, specs=tasks, result=result)  # complete, or an error
     evaluation = Evaluation(
         arm=arm,
-        scores=read_scores(final, arm=arm, specs=tasks, result=result, seconds=seconds, root=root),
+        scores=read_scores(samples, arm=arm, specs=tasks, result=result, seconds=seconds, place=place),
         command=command,
         harness=result["harness"],
         request_order=request_order,
@@ -161,10 +158,15 @@ def evaluate(
         },
         api=api,
         plain_command=result["plain_command"],
-        perplexities=read_perplexities(final, arm=arm, specs=tasks, result=result, root=root),
-        panels=build_panels(final, arm=arm, specs=tasks, result=result, baseline=baseline_dir),
+        perplexities=read_perplexities(samples, arm=arm, specs=tasks, result=result, place=place),
+        panels=build_panels(
+            samples, folder, arm=arm, specs=tasks, result=result, thinking_budget=thinking_budget, baseline=baseline_dir
+        ),
         transport=Transport(**result["transport"]),
     )
+    (partial / "preflight.json").replace(folder / "preflight.json")
+    shutil.rmtree(final, ignore_errors=True)
+    folder.rename(final)
     shutil.rmtree(partial, ignore_errors=True)
     journal.unlink(missing_ok=True)
     return evaluation

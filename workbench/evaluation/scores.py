@@ -1,6 +1,7 @@
 """lm-eval's own files -> `TaskScore` records: every filter of every task, with its interval and its artefacts.
 
-    scores = read_scores(out_dir, arm="nvfp4", specs=specs, result=result, seconds=93.1)
+    samples = read_samples(folder, arm="nvfp4", specs=specs, result=result)
+    scores = read_scores(samples, arm="nvfp4", specs=specs, result=result, seconds=93.1, place=Path("eval/nvfp4/m"))
 
 lm-eval turns errors of writing into warnings, so nothing is taken from its memory: what counts is what stands in the
 files, and files that are missing or short are an error here. Works on paths and dictionaries; imports neither lm_eval
@@ -11,7 +12,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +26,47 @@ INVALID = "[invalid]"
 """What lm-eval's regex filters return when an answer holds nothing to extract."""
 
 
-def read_scores(
-    folder: Path, *, arm: str, specs: tuple[TaskSpec, ...], result: dict[str, Any], seconds: float, root: Path
-) -> tuple[TaskScore, ...]:
-    """Scores of all filters of all specs, from the sample files below `folder`, after checking that they are complete.
+@dataclass(frozen=True, slots=True)
+class SampleFile:
+    """One lm-eval task's samples_*.jsonl: its name and its rows, read once."""
 
-    result: what the harness reported (its tasks of each spec and the number of documents of each). root: the run
-    folder that `TaskScore.samples` is relative to; a group's several files are joined by ";". Raises EvaluationError
-    naming task and file.
+    name: str
+    rows: list[dict[str, Any]]
+
+
+Samples = Mapping[str, SampleFile]
+"""By lm-eval task."""
+
+
+def read_samples(
+    folder: Path, *, arm: str, specs: tuple[TaskSpec, ...], result: dict[str, Any]
+) -> dict[str, SampleFile]:
+    """Every sample file of the specs' tasks in `folder`, after checking that each is complete.
+
+    result: what the harness reported (its tasks of each spec and the number of documents of each). Raises
+    EvaluationError naming task and file.
     """
     if not list(folder.glob("results_*.json")):
         raise EvaluationError(f"arm {arm!r}: lm-eval left no results_*.json in {folder}", fix=_SPACE)
+    samples = {}
+    for spec in specs:
+        for leaf in result["leaves"][spec.name]:
+            path = find_sample_file(folder, leaf, arm)
+            samples[leaf] = SampleFile(path.name, _complete_rows(path, leaf, arm, result["documents"][leaf]))
+    return samples
+
+
+def read_scores(
+    samples: Samples, *, arm: str, specs: tuple[TaskSpec, ...], result: dict[str, Any], seconds: float, place: Path
+) -> tuple[TaskScore, ...]:
+    """Scores of all filters of all specs. place: the files' folder relative to the run folder, for
+    `TaskScore.samples`; a group's several files are joined by ";". Raises EvaluationError naming the task.
+    """
     scores: list[TaskScore] = []
     for spec in specs:
         if spec.perplexity:
             continue
-        rows, samples = _rows_of(folder, spec, arm, result, root)
+        rows, names = _rows_of(samples, spec, result, place)
         filters = list(dict.fromkeys(row["filter"] for row in rows))
         if spec.primary_filter not in filters:
             raise EvaluationError(
@@ -55,7 +82,7 @@ def read_scores(
                     spec=spec,
                     filter_name=name,
                     num_fewshot=result["num_fewshot"][leaves[0]],
-                    samples=samples,
+                    samples=names,
                     truncated=sum(result["truncated"].get(leaf, 0) for leaf in leaves),
                     failed=sum(result.get("failed", {}).get(leaf, 0) for leaf in leaves),
                     seconds=seconds,
@@ -65,15 +92,15 @@ def read_scores(
 
 
 def read_perplexities(
-    folder: Path, *, arm: str, specs: tuple[TaskSpec, ...], result: dict[str, Any], root: Path
+    samples: Samples, *, arm: str, specs: tuple[TaskSpec, ...], result: dict[str, Any], place: Path
 ) -> tuple[Perplexity, ...]:
     """Perplexities of the specs that have one; arguments as of `read_scores`."""
     found = []
     for spec in specs:
         if spec.perplexity:
-            rows, samples = _rows_of(folder, spec, arm, result, root)
+            rows, names = _rows_of(samples, spec, result, place)
             tokens = sum(sum(result["scored_tokens"].get(leaf, {}).values()) for leaf in result["leaves"][spec.name])
-            found.append(_perplexity(rows, arm, spec, tokens, samples, result.get("conventions", {})))
+            found.append(_perplexity(rows, arm, spec, tokens, names, result.get("conventions", {})))
     return tuple(found)
 
 
@@ -120,14 +147,10 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 _SPACE = "lm-eval only warns when it cannot save: see harness.log; free space in the output folder"
 
 
-def _rows_of(
-    folder: Path, spec: TaskSpec, arm: str, result: dict[str, Any], root: Path
-) -> tuple[list[dict[str, Any]], str]:
-    """All rows of a spec, complete, and the files they stand in."""
-    leaves = result["leaves"][spec.name]
-    files = {leaf: find_sample_file(folder, leaf, arm) for leaf in leaves}
-    rows = [row for leaf in leaves for row in _complete_rows(files[leaf], leaf, arm, result["documents"][leaf])]
-    return rows, ";".join(str(files[leaf].relative_to(root)) for leaf in leaves)
+def _rows_of(samples: Samples, spec: TaskSpec, result: dict[str, Any], place: Path) -> tuple[list[dict[str, Any]], str]:
+    """All rows of a spec, and the files they stand in."""
+    found = [samples[leaf] for leaf in result["leaves"][spec.name]]
+    return [row for file in found for row in file.rows], ";".join(str(place / file.name) for file in found)
 
 
 def _task_of(path: Path) -> str:

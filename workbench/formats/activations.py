@@ -8,7 +8,8 @@ Serving writes it at the layers' real inputs, analysis and calibration read it:
     x_mk = captured.input("model.layers.1.mlp.experts.3.up_proj")
 
 File layout (safetensors): `<module>.input` [m, K] bfloat16 or float32, a bounded sample of rows; `<module>.amax`
-float32 scalar over *all* rows seen; `<module>.tokens_seen` int64 scalar. Modules carry their checkpoint names, unfused.
+float32 scalar over *all* rows seen; `<module>.tokens_seen` int64 scalar; optionally `<module>.second_moment` float32,
+E[x x^T] over *all* rows seen: its diagonal [K], or whole [K, K]. Modules carry their checkpoint names, unfused.
 Modules that share one input (gate and up, q_a and kv_a) store it once: the metadata key "aliases" is JSON
 {alias module: stored module}. Trade-off: a sample of rows keeps the file small; amax and counts stay exact.
 """
@@ -65,6 +66,15 @@ class Activations:
         """Rows that reached `module`, before the sample was cut."""
         return int(self._read(module, "tokens_seen"))
 
+    def second_moment(self, module: str) -> Tensor | None:
+        """E[x x^T] over all rows that reached `module`, float32: `[K]` its diagonal or `[K, K]`; None: not captured."""
+        from safetensors import safe_open
+
+        stored = self.aliases.get(module, module)
+        with safe_open(self.path, framework="pt") as handle:
+            key = f"{stored}.second_moment"
+            return handle.get_tensor(key) if key in handle.keys() else None  # noqa: SIM118
+
     def _read(self, module: str, what: str) -> Tensor:
         from safetensors import safe_open
 
@@ -86,6 +96,7 @@ def write_activations(
     tokens_seen: Mapping[str, int],
     aliases: Mapping[str, str] | None = None,
     metadata: Mapping[str, str] | None = None,
+    second_moments: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write an activations file atomically. `inputs`, `amax` and `tokens_seen` have the same keys (module names).
 
@@ -104,6 +115,8 @@ def write_activations(
         tensors[f"{module}.input"] = rows.detach().cpu().contiguous()
         tensors[f"{module}.amax"] = torch.tensor(float(amax[module]), dtype=torch.float32)
         tensors[f"{module}.tokens_seen"] = torch.tensor(int(tokens_seen[module]), dtype=torch.int64)
+    for module, moment in (second_moments or {}).items():
+        tensors[f"{module}.second_moment"] = moment.detach().cpu().float().contiguous()
     notes = {**(metadata or {}), "kind": _KIND, "aliases": json.dumps(aliases, sort_keys=True)}
     temporary: str | None = None
     try:

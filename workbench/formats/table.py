@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import FormatError
-from workbench.kernels import cpu, elements, mx, nvfp4, reference, scaled
+from workbench.kernels import cpu, elements, mx, nvfp4, reference, scaled, triton_dispatch
 from workbench.kernels.tables import E4M3_MAX, MXFP4_BLOCK, MXFP4_RULES, NVFP4_BLOCK, ScaleRule
 
 SCALE_DTYPES: dict[str, tuple[torch.dtype, ...]] = {
@@ -126,7 +126,7 @@ class Format:
 
 def _fastest(x: Tensor) -> Any:
     """The kernels for x's device; every implementation gives the reference's bits."""
-    return cpu if x.device.type == "cpu" else reference
+    return cpu if x.device.type == "cpu" else triton_dispatch
 
 
 def _required(global_scale: Tensor | None) -> Tensor:

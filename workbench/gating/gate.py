@@ -23,12 +23,26 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from workbench.gating.answers import check_answers, check_since_baseline
+from workbench.gating.attribution import attribute
 from workbench.gating.evidence import check_evaluations, check_lint, check_room
+from workbench.gating.layers import Evidence
+from workbench.gating.numerics import check_numerics
 from workbench.gating.policy import Policy, read_policy
 from workbench.gating.serving import check_serving
 from workbench.gating.thresholds import check_thresholds
 from workbench.gating.weights import check_equality, check_weights
-from workbench.records import Comparison, Evaluation, GateCheck, LintReport, ServerRecord, TensorEquality, Verdict
+from workbench.records import (
+    Comparison,
+    Evaluation,
+    GateCheck,
+    LintReport,
+    NumericsCard,
+    Preflight,
+    ServerRecord,
+    ServingCost,
+    TensorEquality,
+    Verdict,
+)
 
 EXIT_CODES = {"pass": 0, "regression": 1, "inconclusive": 2, "invalid": 2, "failed": 3}
 _STATUS_OF_CHECK = (("invalid", "invalid"), ("fail", "regression"), ("inconclusive", "inconclusive"))
@@ -43,20 +57,25 @@ def gate(
     evaluations: Mapping[str, Evaluation] | None = None,
     servers: Mapping[str, ServerRecord] | None = None,
     equality: Mapping[str, TensorEquality] | None = None,
+    numerics: Mapping[str, NumericsCard] | None = None,
+    preflights: Mapping[str, Preflight] | None = None,
+    serving_cost: ServingCost | None = None,
     since: Comparison | None = None,
 ) -> Verdict:
     """Judge a run. tensors: rows of tensors.parquet (mappings with the keys of `TensorRecord`, or a DataFrame).
 
     comparison None: no answers were compared (a run that stopped at a lint error); then nothing can pass. evaluations,
-    servers, equality: by arm, as far as there are any. since: the run's arms against themselves in the committed
+    servers, equality, numerics, preflights: by arm, as far as there are any; the last two also help to say what made an
+    arm lose (`Verdict.attributions`). since: the run's arms against themselves in the committed
     baseline. Raises ConfigError for a policy that is not understood.
     """
     rules = policy if isinstance(policy, Policy) else read_policy(policy)
     evaluations = evaluations or {}
     baseline = comparison.baseline if comparison is not None else ""
+    rows = _rows(tensors)
     checks: list[GateCheck] = []
     checks += check_lint(rules, lint or {})
-    checks += check_weights(rules, _rows(tensors))
+    checks += check_weights(rules, rows)
     checks += check_equality(rules, equality or {})
     checks += check_thresholds(rules, evaluations)
     if rules.margin_pp:
@@ -66,7 +85,8 @@ def gate(
             checks += check_answers(rules, comparison)
         if since is not None:
             checks += check_since_baseline(rules, since, baseline)
-    checks += check_serving(rules, baseline, servers or {}, evaluations)
+    checks += check_serving(rules, baseline, servers or {}, evaluations, serving_cost)
+    checks += check_numerics(rules, numerics or {})
     status = _overall(checks)
     return Verdict(
         status=status,
@@ -75,6 +95,19 @@ def gate(
         policy=rules.name,
         policy_note=rules.note,
         checks=tuple(checks),
+        attributions=attribute(
+            rules,
+            Evidence(
+                comparison=comparison,
+                lint=lint or {},
+                rows=rows,
+                equality=equality or {},
+                evaluations=evaluations,
+                servers=servers or {},
+                numerics=numerics or {},
+                preflights=preflights or {},
+            ),
+        ),
     )
 
 

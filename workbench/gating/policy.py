@@ -30,7 +30,9 @@ from workbench.errors import ConfigError
 
 CORRECTIONS = ("holm", "none")
 TIERS = ("critical", "supporting", "advisory")
-SERVING_KEYS = ("ready_s", "load_s", "peak_rss_bytes", "weight_bytes", "evaluation_s")
+# Of serving_cost.json, repeated and with intervals; the others are one measurement each.
+LATENCY_KEYS = ("ttft_mean_ms", "tpot_mean_ms", "itl_mean_ms", "e2el_mean_ms", "s_per_output_token")
+SERVING_KEYS = ("ready_s", "load_s", "peak_rss_bytes", "weight_bytes", "evaluation_s", *LATENCY_KEYS)
 
 
 _MOST = 1e15  # no limit of a policy is larger

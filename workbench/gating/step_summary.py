@@ -36,6 +36,11 @@ def to_step_summary(verdict: Verdict, comparison: Comparison | None = None, tren
                     f"| {row.loss_pp:+.2f} ({row.loss_low_pp:+.2f} to {row.loss_high_pp:+.2f}) "
                     f"| {row.lost} / {row.gained} / {row.n} | {_figure(row.mde_pp, '')} |"
                 )
+    if verdict.attributions:
+        lines += ["", "| arm | cause | caught by | |", "|---|---|---|---|"]
+        for found in verdict.attributions:
+            caught = ", ".join(found.caught_by) or "–"
+            lines.append(f"| {_cell(found.arm)} | {found.cause} | {caught} | {_cell(found.summary)} |")
     lines += _details("Reasons", [_reason(check) for check in checks])
     lines += _details("Trend", [f"- {_cell(line)}" for line in trend or []])
     lines += _details("Notes", [f"- {_cell(note)}" for note in comparison.notes] if comparison is not None else [])

@@ -129,7 +129,7 @@ def _at_least(
     if bad:
         reason = (
             f"{len(bad)} of {len(values)} matrices are below {least:g}{space} {what} against the source: "
-            f"{_worst_first(bad, digits, space)}. The arm's median is {median:{digits}}{space}."
+            f"{name_worst(bad, digits, space)}. The arm's median is {median:{digits}}{space}."
         )
     else:
         reason = (
@@ -148,7 +148,7 @@ def _outliers(rules: Policy, arm: str, values: dict[str, float], distance: float
     bad = {name: value for name, value in values.items() if not value >= limit}
     what = f"more than {distance:g} dB below the arm's median of {median:.1f} dB"
     if bad:
-        reason = f"{len(bad)} of {len(values)} matrices are {what}: {_worst_first(bad, '.1f', ' dB')}."
+        reason = f"{len(bad)} of {len(values)} matrices are {what}: {name_worst(bad, '.1f', ' dB')}."
     else:
         reason = f"no matrix is {what}."
     return [_check(rules, "weights outlier", arm, "fail" if bad else "pass", reason, lowest, limit, "dB")]
@@ -160,7 +160,7 @@ def _error_correlation(rules: Policy, arm: str, values: dict[str, float], most: 
     defined = [value for value in values.values() if not math.isnan(value)]
     largest = max(defined, key=abs) if defined else math.nan
     if bad:
-        named = _worst_first({name: -abs(value) for name, value in bad.items()}, ".3f", "").replace("(-", "(")
+        named = name_worst({name: -abs(value) for name, value in bad.items()}, ".3f", "").replace("(-", "(")
         reason = f"{len(bad)} of {len(values)} matrices have |corr(e1, e2)| above {most:g}: {named}."
     else:
         reason = f"no matrix of {len(values)} has |corr(e1, e2)| above {most:g} (largest {largest:+.3f})."
@@ -182,7 +182,7 @@ def _check(
     )
 
 
-def _worst_first(bad: dict[str, float], digits: str, space: str) -> str:
+def name_worst(bad: dict[str, float], digits: str, space: str) -> str:
     """The worst few by name and value; a NaN is worst."""
     order = sorted(bad.items(), key=lambda item: -math.inf if math.isnan(item[1]) else item[1])
     return _listed([f"{name} ({value:{digits}}{space})" for name, value in order])

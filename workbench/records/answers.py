@@ -112,6 +112,37 @@ class LengthDrift:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LostAnswers:
+    """What became of the arm's answers to the documents that the baseline answered right and this arm wrong.
+
+    n: documents that both were asked; lost, gained: of these. The next eight split `lost` by the first that holds:
+    failed (never answered), null, unfinished (the think block never closed), cut_early (ended at a limit below the
+    tokens that were asked for), cut (at the tokens that were asked for), empty, unextracted (another filter scores it
+    right), finished (a whole answer, and wrong). clean_*: the pairs whose two answers are both whole, not empty, and
+    read alike by every filter. prompts_differ: documents for which this arm's endpoint counted another number of prompt
+    tokens than the baseline's, of the `prompts_counted` that both counted.
+    """
+
+    baseline: str
+    n: int
+    lost: int
+    gained: int
+    failed: int
+    null: int
+    unfinished: int
+    cut_early: int
+    cut: int
+    empty: int
+    unextracted: int
+    finished: int
+    clean_n: int
+    clean_lost: int
+    clean_gained: int
+    prompts_counted: int
+    prompts_differ: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ArtefactPanel:
     """What may move a task's score without any weight being wrong. Counts are of `n` answers; -1: cannot be told.
 
@@ -150,6 +181,8 @@ class ArtefactPanel:
     accuracy_finished_low: float
     accuracy_finished_high: float
     drift: LengthDrift | None = None
+    cut_early: int = -1
+    lost: LostAnswers | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -61,16 +61,28 @@ class LintReport:
 class TensorRecord:
     """One row of tensors.parquet: what two quantizations did to one weight matrix.
 
-    w = source, a = first(w), b = second(a); e1 = a - w, e2 = b - a, e = b - w; direct = second(w).
+    w = source, a = first(w), b = second(a), d = second(w) ("direct"); e1 = a - w, e2 = b - a, e = b - w, ed = d - w.
     name: the source checkpoint's tensor name, with `.weight`. layer, expert: indices, -1 where none.
     projection: last module name (gate_proj, up_proj, down_proj, q_proj, ...; shared experts have shared=True).
     source_arm, first_arm, second_arm: arm names ("" where the arm does not exist). second_rule: its scale rule.
-    first_global_scale: float32 decode multiplier really used (NaN where the first format has none).
+    first_global_scale: float32 decode multiplier really used (NaN where the first format has none); scale_phase: the
+    fraction of its log2, in [0, 1). missing: arms that were not there, with commas; what needs them is NaN.
+    sample_weight: how many matrices of its stratum this one stands for (1: all were measured).
+    power_*: mean squares; power_first: of a. mean_*: of w, e1, e and ed; cross_x_y: mean of the product (source = w,
+    total = e, direct = ed), so that rows pool exactly.
     sqnr_*_db = 10 log10(power(w) / power(error)); inf where the error is exactly zero. sqnr_second_db relates e2 to a.
     sqnr_total_db is the SQNR of b; *_predicted_quadrature: 10 log10(P(w) / (P(e1) + P(e2)));
     *_predicted_linear: additionally with the measured cross term 2 <e1, e2> (equals sqnr_total_db up to rounding).
-    corr_*: Pearson correlation (NaN where one side is constant). gain_total: <w, b> / <w, w>.
-    e2_mean_over_std: mean(e2) / std(e2). Intervals: 95 % block bootstrap over the matrix's scale blocks.
+    residual_*_db = sqnr_total_db - prediction. cov_e1_e2: covariance; cov_e1_e2_share = 2 cov / power(e).
+    corr_*: Pearson correlation (NaN where one side is constant). gain_*: <w, x> / <w, w> of a, b and d.
+    gain_total_excess = gain_total - (1 - power(e) / power(w)): 0 for a quantizer whose values are centroids.
+    e2_mean_over_std: mean(e2) / std(e2); e2_skewness, e2_excess_kurtosis: of e2, 0 for a normal distribution.
+    *_error_{scale,element,saturation,underflow}: parts of the mean square of e1 (second: of e2) by cause; they sum to
+    it. *_saturated, *_underflowed: shares of elements. e2_code_asymmetry: largest |mean e2 at +m + mean e2 at -m| over
+    its standard error, over the magnitudes m of the second's codes. Definitions: docs/analysis.md.
+    worst_block_*: the scale block with the most total error: its first element, its share of the matrix's error, its
+    mean square over the matrix's, its own SQNR (row -1: no block has an error).
+    Intervals (_low, _high): 95 % block bootstrap over the matrix's scale blocks.
     """
 
     name: str
@@ -89,10 +101,21 @@ class TensorRecord:
     second_rule: str
     first_global_scale: float
     power_source: float
+    power_first: float = math.nan
     power_e1: float
     power_e2: float
     power_total: float
     power_direct: float
+    mean_source: float = math.nan
+    mean_first: float = math.nan
+    mean_e1: float = math.nan
+    mean_total: float = math.nan
+    mean_direct: float = math.nan
+    cross_source_e1: float = math.nan
+    cross_source_total: float = math.nan
+    cross_source_direct: float = math.nan
+    cross_e1_e2: float = math.nan
+    cross_first_e2: float = math.nan
     sqnr_first_db: float
     sqnr_first_db_low: float
     sqnr_first_db_high: float
@@ -105,15 +128,49 @@ class TensorRecord:
     sqnr_direct_db_high: float
     sqnr_total_predicted_quadrature_db: float
     sqnr_total_predicted_linear_db: float
+    residual_quadrature_db: float = math.nan
+    residual_linear_db: float = math.nan
+    cov_e1_e2: float = math.nan
+    cov_e1_e2_share: float = math.nan
+    cov_e1_e2_share_low: float = math.nan
+    cov_e1_e2_share_high: float = math.nan
     corr_e1_e2: float
     corr_e1_e2_low: float
     corr_e1_e2_high: float
     corr_e2_a: float
     corr_e1_w: float
+    gain_first: float = math.nan
     gain_total: float
+    gain_direct: float = math.nan
+    gain_total_excess: float = math.nan
+    gain_total_excess_low: float = math.nan
+    gain_total_excess_high: float = math.nan
     e2_mean: float
     e2_std: float
     e2_mean_over_std: float
+    e2_skewness: float = math.nan
+    e2_excess_kurtosis: float = math.nan
+    first_error_scale: float = math.nan
+    first_error_element: float = math.nan
+    first_error_saturation: float = math.nan
+    first_error_underflow: float = math.nan
+    first_saturated: float = math.nan
+    first_underflowed: float = math.nan
+    second_error_scale: float = math.nan
+    second_error_element: float = math.nan
+    second_error_saturation: float = math.nan
+    second_error_underflow: float = math.nan
+    second_saturated: float = math.nan
+    second_underflowed: float = math.nan
+    e2_code_asymmetry: float = math.nan
+    worst_block_row: int = -1
+    worst_block_column: int = -1
+    worst_block_share: float = math.nan
+    worst_block_excess: float = math.nan
+    worst_block_sqnr_db: float = math.nan
+    scale_phase: float = math.nan
+    missing: str = ""
+    sample_weight: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

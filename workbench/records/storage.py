@@ -7,6 +7,8 @@ import json
 import math
 import os
 import tempfile
+import types
+import typing
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +27,8 @@ def to_json(record: Any) -> str:
 
 
 def from_json(kind: type[T], text: str) -> T:
-    """Read a record of dataclass `kind` back. Raises ValueError on what is no JSON object of its keys and version."""
+    """Read a record of dataclass `kind` back. Raises ValueError on what is no JSON object of its keys, types
+    and version, naming the field."""
     try:
         payload = json.loads(text)
     except RecursionError as error:
@@ -35,7 +38,7 @@ def from_json(kind: type[T], text: str) -> T:
     version = payload.pop("schema_version", None)
     if version != SCHEMA_VERSION:
         raise ValueError(f"{kind.__name__}: schema version {version}, this code reads {SCHEMA_VERSION}")
-    return _build(kind, payload)
+    return _build(kind, payload, kind.__name__)
 
 
 def write_json(path: Path, record: Any) -> None:
@@ -90,23 +93,34 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _build(kind: Any, value: Any) -> Any:
-    import types
-    import typing
-
+def _build(kind: Any, value: Any, where: str) -> Any:
+    """A value of type `kind` from its JSON. Raises ValueError naming the field that holds something else."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        fields = _held(dict, value, where)
         hints = typing.get_type_hints(kind)
-        unknown = set(value) - set(hints)
+        unknown = set(fields) - set(hints)
         if unknown:
-            raise ValueError(f"{kind.__name__}: unknown keys {sorted(unknown)}")
-        return kind(**{key: _build(hints[key], item) for key, item in value.items()})
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
+            raise ValueError(f"{where}: unknown keys {sorted(unknown)}")
+        return kind(**{key: _build(hints[key], item, f"{where}.{key}") for key, item in fields.items()})
     if origin is tuple:
-        return tuple(_build(args[0], item) for item in value)
+        items = _held(list, value, where)
+        return tuple(_build(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(items))
     if origin is dict:
-        return {key: _build(args[1], item) for key, item in value.items()}
+        entries = _held(dict, value, where)
+        return {key: _build(arguments[1], item, f"{where}[{key!r}]") for key, item in entries.items()}
     if origin in (typing.Union, types.UnionType):
-        return value if value is None else _build(next(a for a in args if a is not type(None)), value)
+        kinds = [argument for argument in arguments if argument is not type(None)]
+        return None if value is None else _build(kinds[0], value, where)
     if kind is float:
-        return math.nan if value is None else float(value)
+        if value is None:
+            return math.nan
+        return float(value if value in ("inf", "-inf") else _held((int, float), value, where))
+    return value if kind is Any else _held(kind, value, where)
+
+
+def _held(kinds: Any, value: Any, where: str) -> Any:
+    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+        expected = "a number" if kinds == (int, float) else kinds.__name__
+        raise ValueError(f"{where} is {repr(value)[:80]}, expected {expected}")
     return value

@@ -177,8 +177,47 @@ class TensorEquality:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LayerFinding:
+    """What one layer of checks saw of an arm.
+
+    layer: "lint", "bytes" (unquantized tensors against the source's), "tensors" (SQNR against what the format allows),
+    "numerics" (what the server ran), "preflight", "transport", "artefacts", "noise" (the A/A arm) or "answers".
+    status: "caught", "warned" (seen, and not enough to blame), "clean" or "not run". cause: what a caught finding
+    speaks for, "quantization", "harness" or "serving path" ("": for none of them by itself). kind: of a layer that
+    tells several faults apart, which: a field of `LostAnswers` ("cut", "null", …), "prompts", "stop_leaks" or "failed".
+    """
+
+    layer: str
+    status: str
+    reason: str
+    cause: str = ""
+    kind: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attribution:
+    """Which of three made an arm lose: its weights, the harness, or the path that serves it. docs/gating.md: the rules.
+
+    cause: "none" (nothing lost, nothing found), "quantization", "harness", "serving path", "mixed" (causes names them)
+    or "undecided". summary: one sentence. caught_by: layers that caught something. would_tell: what would decide it,
+    where it cannot be told.
+    """
+
+    arm: str
+    cause: str
+    summary: str
+    causes: tuple[str, ...] = ()
+    caught_by: tuple[str, ...] = ()
+    layers: tuple[LayerFinding, ...] = ()
+    would_tell: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """verdict.json. status: "pass" 0, "regression" 1, "inconclusive" 2, "invalid" 2, "failed" 3 (could not run)."""
+    """verdict.json. status: "pass" 0, "regression" 1, "inconclusive" 2, "invalid" 2, "failed" 3 (could not run).
+
+    attributions: for each gated or reported arm, what made it lose and which checks saw it; they do not move `status`.
+    """
 
     status: str
     exit_code: int
@@ -186,6 +225,7 @@ class Verdict:
     policy: str
     policy_note: str
     checks: tuple[GateCheck, ...]
+    attributions: tuple[Attribution, ...] = ()
 
 
 # ---- the run ---------------------------------------------------------------------------------------------------------

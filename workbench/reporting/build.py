@@ -29,7 +29,7 @@ _DETAIL = ((30, 4000), (10, 2500), (3, 1200), (0, 400))  # flips per task and di
 _PARTS = {  # file: RunFiles' attribute
     "analysis.json": "analysis", "gemm.parquet": "gemm", "tensors.parquet": "tensors", "verdict.json": "verdict",
     "comparison.json": "comparison", "lint": "lint", "server": "servers", "eval": "evaluations",
-    "manifest.json": "manifest",
+    "manifest.json": "manifest", "serving_cost.json": "serving_cost",
 }  # fmt: skip
 _BY_ARM = ("lint", "servers", "evaluations")
 _MISFIT = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, jinja2.TemplateError)

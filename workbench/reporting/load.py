@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +23,10 @@ from workbench.records import (
     GemmRecord,
     LintReport,
     Manifest,
+    NumericsCard,
+    Preflight,
     ServerRecord,
+    ServingCost,
     TensorEquality,
     TensorRecord,
     Verdict,
@@ -38,11 +40,12 @@ T = TypeVar("T")
 STAGE_OF = {  # a file, or a folder of files: the stage that writes it
     "lint": "lint",
     "analysis.json": "analyze", "tensors.parquet": "analyze", "gemm.parquet": "analyze", "equality": "analyze",
-    "server": "evaluate", "eval": "evaluate", "comparison.json": "compare", "verdict.json": "gate",
+    "server": "evaluate", "serving_cost.json": "evaluate", "eval": "evaluate",
+    "comparison.json": "compare", "verdict.json": "gate",
 }  # fmt: skip
 _MARKS = (
     "config.yaml", "manifest.json", "verdict.json", "comparison.json", "analysis.json", "tensors.parquet",
-    "gemm.parquet", "eval", "lint/*.json", "server/*.json",
+    "gemm.parquet", "serving_cost.json", "eval", "lint/*.json", "server/*.json",
 )  # fmt: skip
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, NotImplementedError, RecursionError)
 
@@ -61,8 +64,11 @@ class RunFiles:
     servers: dict[str, ServerRecord] = field(default_factory=dict)
     equality: dict[str, TensorEquality] = field(default_factory=dict)
     evaluations: dict[str, Evaluation] = field(default_factory=dict)
+    numerics: dict[str, NumericsCard] = field(default_factory=dict)
+    preflights: dict[str, Preflight] = field(default_factory=dict)
     comparison: Comparison | None = None
     verdict: Verdict | None = None
+    serving_cost: ServingCost | None = None
     problems: list[str] = field(default_factory=list)
 
     def damaged(self, *names: str) -> list[str]:
@@ -94,7 +100,7 @@ class RunFiles:
         config = OmegaConf.to_container(OmegaConf.create(self.config)) if self.config else {}
         arms = config.get("arms") if isinstance(config, dict) else None
         named = [str(arm) for arm in arms] if isinstance(arms, dict) else []
-        rest = [*self.servers, *self.evaluations, *self.lint]
+        rest = [*self.servers, *self.evaluations, *self.lint, *self.numerics]
         return list(dict.fromkeys([*named, *rest]))
 
 
@@ -110,9 +116,14 @@ def load_run(run_dir: Path) -> RunFiles:
     files.manifest = _record(files, Manifest, run_dir / "manifest.json")
     files.comparison = _record(files, Comparison, run_dir / "comparison.json")
     files.verdict = _record(files, Verdict, run_dir / "verdict.json")
+    files.serving_cost = _record(files, ServingCost, run_dir / "serving_cost.json")
     files.lint = _per_arm(files, LintReport, sorted(run_dir.glob("lint/*.json")), lambda p: p.stem)
-    servers = [path for path in sorted(run_dir.glob("server/*.json")) if not path.name.endswith(".audit.json")]
+    raw = (".audit.json", ".facts.json", ".numerics.json")
+    servers = [path for path in sorted(run_dir.glob("server/*.json")) if not path.name.endswith(raw)]
     files.servers = _per_arm(files, ServerRecord, servers, lambda p: p.stem)
+    cards = sorted(run_dir.glob("server/*.numerics.json"))
+    files.numerics = _per_arm(files, NumericsCard, cards, lambda p: p.name.removesuffix(".numerics.json"))
+    files.preflights = _per_arm(files, Preflight, _preflights(run_dir), lambda p: p.parent.parent.name)
     files.equality = _per_arm(files, TensorEquality, sorted(run_dir.glob("equality/*.json")), lambda p: p.stem)
     files.evaluations = _per_arm(files, Evaluation, sorted(run_dir.glob("eval/*/scores.json")), lambda p: p.parent.name)
     files.tensors = _frame(files, run_dir / "tensors.parquet", TensorRecord)
@@ -130,6 +141,14 @@ def load_run(run_dir: Path) -> RunFiles:
         except _UNREADABLE as error:
             files.problems.append(f"analysis.json: {error}")
     return files
+
+
+def _preflights(run_dir: Path) -> list[Path]:
+    """Each arm's newest preflight.json; that of an evaluation that was refused, or still runs, lies in `.partial`."""
+    newest: dict[Path, Path] = {}
+    for path in sorted(run_dir.glob("eval/*/*/preflight.json"), key=lambda path: path.stat().st_mtime_ns):
+        newest[path.parent.parent] = path
+    return [newest[arm] for arm in sorted(newest)]
 
 
 def _config(files: RunFiles, path: Path) -> str:
@@ -154,45 +173,10 @@ def _record(files: RunFiles, kind: type[T], path: Path) -> T | None:
     if not path.exists():
         return None
     try:
-        text = path.read_text(encoding="utf-8")
-        record = from_json(kind, text)
-        _check_types(kind, json.loads(text), kind.__name__)
-        return record
+        return from_json(kind, path.read_text(encoding="utf-8"))
     except _UNREADABLE as error:
         files.problems.append(f"{path.relative_to(files.run_dir)}: {error}")
         return None
-
-
-def _check_types(kind: Any, value: Any, where: str) -> None:
-    """Raise ValueError where a record's JSON holds something else than the field's type: building it does not look."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        if value is not None:
-            _check_types(next(a for a in arguments if a is not type(None)), value, where)
-    elif dataclasses.is_dataclass(kind):
-        _check_holds(dict, value, where)
-        hints = typing.get_type_hints(kind)
-        for name in hints.keys() & value.keys():
-            _check_types(hints[name], value[name], f"{where}.{name}")
-    elif origin is tuple:
-        _check_holds(list, value, where)
-        for index, item in enumerate(value):
-            _check_types(arguments[0], item, f"{where}[{index}]")
-    elif origin is dict:
-        _check_holds(dict, value, where)
-        for key, item in value.items():
-            _check_types(arguments[1], item, f"{where}[{key!r}]")
-    elif kind is float:
-        if value not in (None, "inf", "-inf"):  # null is NaN
-            _check_holds((int, float), value, where)
-    elif kind is not Any:
-        _check_holds(kind, value, where)
-
-
-def _check_holds(kinds: Any, value: Any, where: str) -> None:
-    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
-        expected = "a number" if kinds == (int, float) else kinds.__name__
-        raise ValueError(f"{where} is {value!r}, expected {expected}")
 
 
 def _per_arm(files: RunFiles, kind: type[T], paths: list[Path], arm_of: Any) -> dict[str, T]:

@@ -53,7 +53,9 @@ def capture_activations(
             "activations are captured inside one vLLM process",
             fix="use engine.kind=vllm and engine.tensor_parallel_size=1 for the capture",
         )
-    plain = dataclasses.replace(spec, backend="reference", format=None, rule=None, activations="auto", exclude=())
+    plain = dataclasses.replace(
+        spec, backend="reference", format=None, rule=None, activations="auto", compat="none", exclude=()
+    )
     with tempfile.TemporaryDirectory(prefix="workbench-capture-") as folder:
         job = Path(folder) / "job.json"
         result = Path(folder) / "result.json"

@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .spec import ServeSpec
+from . import numerics
+from .spec import STOCK, ServeSpec
 from .vllm_plugin.settings import PluginSettings
 
 CPU_KV_CACHE_BYTES = 256 << 20
@@ -30,6 +31,7 @@ def plugin_settings(spec: ServeSpec, *, audit: Path | None = None, capture: bool
         format=spec.format or "",
         rule=spec.rule or "",
         activations=spec.activations,
+        compat=spec.compat,
         exclude=tuple(spec.exclude),
         audit=str(audit.absolute()) if audit else "",
         capture=capture,
@@ -43,30 +45,41 @@ def hf_overrides(settings: PluginSettings) -> dict[str, Any]:
 
 
 def build_command(spec: ServeSpec, *, port: int, model: str, audit: Path) -> tuple[list[str], dict[str, str]]:
-    """Command line and the environment variables to set (not the whole environment)."""
+    """Command line and the environment variables to set (not the whole environment).
+
+    audit: where the worker writes its audit; the facts of the numerics card are written beside it.
+    """
+    from workbench.checkpoints.open import resolve_path
+
     engine = spec.engine
-    settings = plugin_settings(spec, audit=audit)
+    checkpoint = str(resolve_path(spec.checkpoint).absolute())
     flags: dict[str, Any] = {
-        "--model": settings.checkpoint,
+        "--model": checkpoint,
         "--served-model-name": model,
         "--host": engine.host,
         "--port": port,
         "--dtype": engine.dtype,
-        "--load-format": "workbench",
-        "--model-loader-extra-config": json.dumps(settings.to_dict()),
-        "--hf-overrides": json.dumps(hf_overrides(settings)),
         "--tensor-parallel-size": engine.tensor_parallel_size,
         "--max-model-len": engine.max_model_len or None,
         "--enforce-eager": engine.enforce_eager,
         "--kv-cache-dtype": spec.kv_cache_dtype if spec.kv_cache_dtype != "auto" else None,
         "--disable-uvicorn-access-log": True,
     }
+    if spec.backend != STOCK:
+        settings = plugin_settings(spec, audit=audit)
+        flags |= {
+            "--load-format": "workbench",
+            "--model-loader-extra-config": json.dumps(settings.to_dict()),
+            "--hf-overrides": json.dumps(hf_overrides(settings)),
+        }
+    if engine.numerics:
+        flags["--worker-cls"] = numerics.WORKER
     if is_cpu_engine():
         given = {_flag(name) for name in engine.args}
         if engine.tensor_parallel_size == 1 and "--distributed-executor-backend" not in given:
             # One process for engine and worker instead of two: a third less start-up time and memory.
             flags["--distributed-executor-backend"] = "uni"
-        if engine.dtype != "bfloat16" and uses_mla(settings.checkpoint):
+        if engine.dtype != "bfloat16" and uses_mla(checkpoint):
             flags["--attention-backend"] = "CPU_MLA"  # the AMX one, preferred where it exists, knows bfloat16 only
         if "--kv-cache-memory-bytes" not in given and "VLLM_CPU_KVCACHE_SPACE" not in {*engine.env, *os.environ}:
             flags["--kv-cache-memory-bytes"] = CPU_KV_CACHE_BYTES
@@ -76,7 +89,10 @@ def build_command(spec: ServeSpec, *, port: int, model: str, audit: Path) -> tup
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     for name, value in flags.items():
         command += _render(name, value)
-    return command, engine_environment(spec)
+    env = engine_environment(spec)
+    if engine.numerics:
+        env |= numerics.worker_environment(spec, numerics.facts_path(audit))
+    return command, env
 
 
 def engine_environment(spec: ServeSpec) -> dict[str, str]:
@@ -89,6 +105,8 @@ def engine_environment(spec: ServeSpec) -> dict[str, str]:
             name.lstrip("-").replace("-", "_") for name in spec.engine.args
         }:
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # what allows the one-process executor
+    if spec.backend == STOCK:
+        env["VLLM_PLUGINS"] = ""  # a list of the plugins to load: none
     return {**env, **{k: str(v) for k, v in spec.engine.env.items()}}
 
 

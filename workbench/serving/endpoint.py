@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import EngineError, OutputError
-from workbench.records import ServerRecord
+from workbench.records import NumericsCard, ServerRecord
 
 from . import command as commands
 from . import probe, serverlog
-from .spec import ServeSpec
+from .numerics import facts_path, read_card
+from .spec import STOCK, ServeSpec
 
 GRACE_S = 5.0  # from asking a server to stop to killing it: it keeps nothing worth more
 _SAMPLE_S = 0.5
@@ -37,7 +38,8 @@ _SAMPLE_S = 0.5
 def start(spec: ServeSpec, log: Path) -> Endpoint:
     """Start (or, for an external engine, reach) the endpoint of `spec` and wait until it answers.
 
-    log: the server's output, written anew; the worker's audit is written beside it (`<stem>.audit.json`).
+    log: the server's output, written anew; the worker's audit (`<stem>.audit.json`) and what it runs
+    (`<stem>.facts.json`, of `numerics`) are written beside it.
     Raises ConfigError or CheckpointError for what is wrong before a process starts, EngineError when the port is
     taken, the server dies (with the cause and the last lines of its log), never answers within
     `engine.startup_timeout_s`, or is reached but is no OpenAI-compatible server; OutputError for the log's folder.
@@ -69,6 +71,7 @@ class Endpoint:
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._audit: Path | None = None
         self._started = time.monotonic()
+        self._card: NumericsCard | None = None
         self._ready_s = math.nan
         self._peak_rss = 0
         self._known: dict[int, float] = {}  # process id -> creation time, of everything seen below the supervisor
@@ -98,6 +101,8 @@ class Endpoint:
         spec, engine = self.spec, self.spec.engine
         audit = _read_audit(self._audit)
         layers = audit.get("layers", {})
+        card = self.numerics()
+        weights, activation, scale = _of_card(card) if card and spec.backend == STOCK else ("", "none", "none")
         return ServerRecord(
             arm=spec.arm,
             engine=engine.kind,
@@ -105,9 +110,9 @@ class Endpoint:
             model=self.model,
             checkpoint=str(spec.checkpoint),
             backend=spec.backend,
-            weight_format=_summary(layers, "weight") or (spec.format or ""),
-            activation_format=_summary(layers, "activation", ignore=("none",)) or "none",
-            activation_scale=_activation_scale(layers),
+            weight_format=_summary(layers, "weight") or (spec.format or weights),
+            activation_format=_summary(layers, "activation", ignore=("none",)) or activation,
+            activation_scale=_activation_scale(layers) if layers else scale,
             kv_cache_dtype=spec.kv_cache_dtype,
             dtype=engine.dtype,
             command=tuple(self.command),
@@ -115,13 +120,25 @@ class Endpoint:
             env={k: str(v) for k, v in engine.env.items()},
             engine_version=audit.get("engine_version") or self._external_version(),
             fingerprint=self._fingerprint,
-            ready_s=self._ready_s,
+            ready_s=self._ready_s - (card.seconds if card else 0.0),
             load_s=float(audit.get("load_s", math.nan)),
             peak_rss_bytes=self._peak_rss or None,
             weight_bytes=audit.get("weight_bytes"),
             layers=layers,
             log=str(self.log) if self.log else "",
         )
+
+    def numerics(self) -> NumericsCard | None:
+        """The card of what the server runs; None where it was not asked for one (`engine.numerics`)."""
+        if self._audit is None or not self.spec.engine.numerics:
+            return None
+        if self._card is None:
+            self._card = read_card(self.spec, facts_path(self._audit))
+        return self._card
+
+    def resident_bytes(self) -> int | None:
+        """What the server's processes hold now; None for an external one, or where none is seen."""
+        return None if self._supervisor is None else self._sample() or None
 
     def stop(self) -> None:
         """End the server and everything below it. Safe to call twice; an external server is left alone."""
@@ -205,7 +222,7 @@ class Endpoint:
                 return
             self._sample()
 
-    def _sample(self) -> None:
+    def _sample(self) -> int:
         import psutil
 
         total = 0
@@ -216,6 +233,7 @@ class Endpoint:
                     self._known[process.pid] = process.create_time()
                     total += process.memory_info().rss
         self._peak_rss = max(self._peak_rss, total)
+        return total
 
     def _kill_leftovers(self) -> None:
         """What outlived the supervisor (only when that was killed itself)."""
@@ -239,9 +257,10 @@ def _check(spec: ServeSpec) -> str:
 
     from .vllm_plugin.settings import plan_modules
 
-    settings = commands.plugin_settings(spec)
+    settings = commands.plugin_settings(spec) if spec.backend != STOCK else None
     with open_checkpoint(spec.checkpoint) as checkpoint:
-        plan_modules(checkpoint, settings)
+        if settings is not None:
+            plan_modules(checkpoint, settings)
         fingerprint = checkpoint.fingerprint()
     if importlib.util.find_spec("vllm") is None:
         raise EngineError(
@@ -275,8 +294,9 @@ def _fresh_audit(log: Path) -> Path:
     audit = log.with_name(f"{log.stem}.audit.json")
     try:
         audit.parent.mkdir(parents=True, exist_ok=True)
-        for old in audit.parent.glob(f"{audit.name}*"):
-            old.unlink()
+        for name in (audit.name, facts_path(audit).name):
+            for old in audit.parent.glob(f"{name}*"):
+                old.unlink()
     except OSError as error:
         raise OutputError(
             f"cannot write in {audit.parent}: {error.strerror or error}", fix="choose another output folder"
@@ -315,6 +335,22 @@ def _read_audit(path: Path | None) -> dict[str, Any]:
             if name in merged["layers"]:
                 merged["layers"][name]["weight_bytes"] += layer["weight_bytes"]
     return merged
+
+
+def _of_card(card: NumericsCard) -> tuple[str, str, str]:
+    """Weights, activations and their scale, by what most layers that compute run: of a server without our audit."""
+    counts: list[dict[str, int]] = [{}, {}, {}]
+    for row in card.rows:
+        quantized = row.activation not in ("", "none")
+        for found, value in zip(
+            counts,
+            (row.weights, row.activation if quantized else "", row.activation_scale if quantized else ""),
+            strict=True,
+        ):
+            if value:
+                found[value] = found.get(value, 0) + row.count
+    weights, activation, scale = ("+".join(sorted(found, key=lambda k: -found[k])) for found in counts)
+    return weights, activation or "none", scale or "none"
 
 
 def _summary(layers: dict[str, dict[str, Any]], key: str, ignore: tuple[str, ...] = ()) -> str:

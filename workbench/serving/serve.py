@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import TextIO
 
 from workbench.interrupt import Interrupted, terminable
+from workbench.records import NumericsCard, write_json
 
 from .endpoint import Endpoint, start
 from .spec import ServeSpec
 
 
-def serve_forever(spec: ServeSpec, log: Path, *, out: TextIO | None = None) -> None:
+def serve_forever(spec: ServeSpec, log: Path, *, numerics: Path | None = None, out: TextIO | None = None) -> None:
     """Serve `spec` until Ctrl-C or SIGTERM, printing its base URL and then its log as it grows.
 
+    numerics: where to write the numerics card (`spec.engine.numerics` must be on); its verdict is printed.
     Raises EngineError when the server dies meanwhile; the server is stopped in every case.
     """
     out = out or sys.stdout
@@ -32,8 +34,21 @@ def serve_forever(spec: ServeSpec, log: Path, *, out: TextIO | None = None) -> N
             file=out,
             flush=True,
         )
+        card = endpoint.numerics()
+        if card is not None:
+            print("\n".join([*(f"! {finding}" for finding in card.findings), card.verdict]), file=out, flush=True)
+            if numerics is not None:
+                write_json(numerics, card)
         _follow(endpoint, out)
     print("stopped", file=out, flush=True)
+
+
+def take_card(spec: ServeSpec, log: Path) -> NumericsCard:
+    """Start `spec`'s server for its numerics card alone, and stop it. Raises what `start` raises."""
+    with terminable(), start(spec, log) as endpoint:
+        card = endpoint.numerics()
+    assert card is not None, "engine.numerics is off"
+    return card
 
 
 def _follow(endpoint: Endpoint, out: TextIO) -> None:

@@ -34,6 +34,8 @@ def way_out(log: str) -> str:
         "is not recognized": "vLLM does not know this architecture: use a vLLM version that has it, or engine=external",
         "Address already in use": "set engine.port=0 for a free port",
         "unrecognized arguments": "engine.args holds a flag that this vLLM does not have",
+        "Failed to find a kernel that can implement": "this vLLM has no kernel of its own for the format on this"
+        " device: use backend=emulation (our kernels) or reference (decoded)",
         "out of memory": "lower engine.max_model_len, or raise engine.tensor_parallel_size",
         "No available memory for the cache blocks": "raise --kv-cache-memory-bytes in engine.args",
         "is larger than the available KV cache memory": "raise --kv-cache-memory-bytes in engine.args, or lower"

@@ -17,6 +17,7 @@ KV_CACHE_DTYPES = (
     *("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc", "ultraquant_4bit"),
     *("int4_per_token_head", "int8_per_token_head", "fp8_per_token_head", "nvfp4", "nvfp4_4over6"),
 )
+STOCK = "stock"  # the backend that is vLLM's own path
 DTYPES = ("bfloat16", "float16", "float32", "auto", "")
 
 
@@ -31,6 +32,7 @@ class EngineSpec:
     startup_timeout_s: seconds until the first healthy answer. enforce_eager: no torch.compile, no CUDA graphs.
     args: any flag of the engine, {"--max-num-seqs" or "max_num_seqs": value}; True is a bare flag, False and None
     leave it out. They come last, so they override what the workbench chose. env: environment variables.
+    numerics: whether the worker probes what it runs once it is warm (vllm only), for the numerics card.
     Raises ConfigError naming the setting for a value that no engine could take.
     """
 
@@ -46,6 +48,7 @@ class EngineSpec:
     enforce_eager: bool = True
     args: dict[str, Any] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
+    numerics: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in ENGINES:
@@ -76,8 +79,11 @@ class ServeSpec:
 
     checkpoint: a folder, or "hf://org/name" in the local Hub cache.
     backend: "reference" (decoded weights, exact activations), "emulation" (packed weights, activations rounded through
-    the weight format) or "requant" (converted to `format` by scale rule `rule` as it loads, then emulated).
+    the weight format), "requant" (converted to `format` by scale rule `rule` as it loads, then emulated) or "stock"
+    (vLLM's own path for the checkpoint, our plugin switched off).
     activations: "auto" (the weight format's own quantize-dequantize; none under reference) or "none".
+    compat: "none" (every matrix keeps its own scales) or "vllm" (they are combined as vLLM's own NVFP4 methods combine
+    them; emulation only).
     exclude: module patterns; what they cover runs unquantized (decoded where the checkpoint quantizes it).
     """
 
@@ -87,12 +93,18 @@ class ServeSpec:
     format: str | None = None
     rule: str | None = None
     activations: str = "auto"
+    compat: str = "none"
     exclude: tuple[str, ...] = ()
     kv_cache_dtype: str = "auto"
     engine: EngineSpec = field(default_factory=EngineSpec)
 
     def __post_init__(self) -> None:
         check_kv_cache_dtype(self.kv_cache_dtype)
+        if self.backend == STOCK and (self.format or self.rule or self.exclude):
+            raise ConfigError(
+                "backend stock is vLLM's own path: it takes no format, scale rule or exclude",
+                fix="drop them, or choose backend=requant (or emulation)",
+            )
 
 
 def check_kv_cache_dtype(dtype: str) -> None:

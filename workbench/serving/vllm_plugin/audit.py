@@ -1,8 +1,11 @@
 """What a worker really loaded, written once after load; the endpoint reads it into the server's record.
 
 One JSON file per rank (`<path>` for rank 0, `<path>.rank<r>` for others): {"engine_version", "rank", "load_s",
-"weights_s", "weight_bytes", "total_bytes", "layers": {engine module: {"weight", "activation", "activation_scale",
-"weight_bytes"}}}. `activation_scale`: none, static, dynamic_per_token, dynamic_per_block or mixed.
+"weights_s", "weight_bytes", "total_bytes", "load", "layers": {engine module: {"weight", "activation",
+"activation_scale", "weight_bytes", and "compat" where it is vllm}}}. `activation_scale`: none, static,
+dynamic_per_token, dynamic_per_block or mixed. "load" is the meter's record (`meter.LoadMeter.record`): seconds of
+reading and of conversion, and the bytes conversion needed, per decoder layer and at most; "device_peak_bytes" counts
+everything the GPU's allocator held at once while the weights came, "device_final_bytes" what it holds after.
 """
 
 from __future__ import annotations
@@ -19,13 +22,22 @@ from vllm.model_executor.layers.linear import LinearBase
 
 from workbench.records import write_text
 
+from .meter import LoadMeter
 from .settings import PluginSettings
 
 
 def write_audit(
-    path: Path, *, model: nn.Module, settings: PluginSettings, config: Any, load_s: float, weights_s: float
+    path: Path,
+    *,
+    model: nn.Module,
+    settings: PluginSettings,
+    config: Any,
+    load_s: float,
+    weights_s: float,
+    meter: LoadMeter | None = None,
 ) -> None:
-    """Write the audit of `model`. load_s: construction, weights and post-processing; weights_s: the weights alone."""
+    """Write the audit of `model`. load_s: construction, weights and post-processing; weights_s: the weights alone,
+    which `meter` splits."""
     import importlib.metadata
 
     layers = {
@@ -42,9 +54,17 @@ def write_audit(
         "weights_s": round(weights_s, 3),
         "weight_bytes": sum(layer["weight_bytes"] for layer in layers.values()),
         "total_bytes": sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())),
+        "load": _load_cost(meter),
         "layers": layers,
     }
     write_text(path if rank == 0 else path.with_name(f"{path.name}.rank{rank}"), json.dumps(record, indent=1) + "\n")
+
+
+def _load_cost(meter: LoadMeter | None) -> dict[str, Any] | None:
+    if meter is None:
+        return None
+    final = torch.cuda.memory_allocated(meter.device) if meter.device.type == "cuda" else None
+    return {**meter.record(), "device_final_bytes": final}
 
 
 def describe_module(name: str, module: nn.Module, config: Any) -> dict[str, Any]:

@@ -86,6 +86,10 @@ class WorkbenchConfig(QuantizationConfig):
 
     # ---- private
 
+    @property
+    def _as_vllm(self) -> bool:
+        return self.settings.compat == "vllm"
+
     def _linear_method(self, prefix: str) -> Any:
         from .linear import CapturingLinearMethod, PackedLinearMethod
 
@@ -97,7 +101,7 @@ class WorkbenchConfig(QuantizationConfig):
             return UnquantizedLinearMethod()
         agreed = _agree(prefix, shards, plans)
         self.taken.update(shards)
-        return PackedLinearMethod(prefix, agreed[0], static=[p.static for p in agreed])
+        return PackedLinearMethod(prefix, agreed[0], static=[p.static for p in agreed], as_vllm=self._as_vllm)
 
     def _experts_method(self, layer: RoutedExperts, prefix: str) -> Any:
         from .moe import CapturingMoEMethod, PackedMoEMethod
@@ -113,7 +117,8 @@ class WorkbenchConfig(QuantizationConfig):
         plans = [self._plans.get(n) for n in [*names, *missing]]
         agreed = _agree(prefix, [*names, *missing], plans)
         self.taken.update(names)
-        return PackedMoEMethod(layer.moe_config, prefix, agreed[0], static=[p.static for p in agreed])
+        static = [p.static for p in agreed]
+        return PackedMoEMethod(layer.moe_config, prefix, agreed[0], static=static, as_vllm=self._as_vllm)
 
     def shards(self, prefix: str) -> list[str]:
         """Checkpoint modules that the engine's linear module `prefix` holds, in the engine's row order."""

@@ -2,14 +2,16 @@
 
 Opens the checkpoint through `workbench.checkpoints` and yields tensors layer by layer under one set of names
 (`<module>.{weight,weight_scale,weight_scale_2,input_scale}`, unfused). Each tensor is converted before vLLM shards it,
-so every tensor-parallel size computes with the same numbers, and at most one tensor exists beside its final place:
+so every tensor-parallel size computes with the same numbers, and at most one tensor exists beside its final place. On a
+GPU, four-bit tensors are converted there, by kernels that give the CPU's bytes:
 
 - a module that a packed method holds is handed on packed, converted to the plan's format first (requant);
 - any other quantized tensor is decoded to the model's dtype (backend reference, kv_b_proj, a quantized lm_head);
   if the plan converts it, it is converted and then decoded, so its weights carry the same rounding;
 - the rest is handed on as stored.
 
-After loading, the worker writes an audit file: what each module of the engine really is and how many bytes it holds.
+After loading, the worker writes an audit file: what each module of the engine really is, how many bytes it holds, and
+what reading and converting cost.
 """
 
 from __future__ import annotations
@@ -29,9 +31,11 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 
 from workbench.errors import ConfigError, FormatError
-from workbench.kernels import cpu
+from workbench.kernels import cpu, triton_dispatch
+from workbench.kernels.tables import MXFP4_RULES, ScaleRule
 
-from .settings import ModulePlan, PluginSettings, plan_modules
+from .meter import LoadMeter
+from .settings import PACKED_FORMATS, ModulePlan, PluginSettings, plan_modules
 
 logger = init_logger("vllm.workbench")
 
@@ -52,6 +56,7 @@ class WorkbenchModelLoader(DefaultModelLoader):
         super().__init__(dataclasses.replace(load_config, load_format="safetensors", model_loader_extra_config={}))
         self._config: Any = None
         self._load_s = 0.0
+        self._meter: LoadMeter | None = None
 
     def download_model(self, model_config: ModelConfig) -> None:
         """Nothing to do: the checkpoint is local, or `workbench.checkpoints` fetches it."""
@@ -74,6 +79,7 @@ class WorkbenchModelLoader(DefaultModelLoader):
                 config=self._config,
                 load_s=time.perf_counter() - started,
                 weights_s=self._load_s,
+                meter=self._meter,
             )
         return model
 
@@ -84,6 +90,8 @@ class WorkbenchModelLoader(DefaultModelLoader):
         self.counter_before_loading_weights = time.perf_counter()
         taken: set[str] = self._config.taken if self._config is not None else set()
         local_experts = getattr(self, "local_expert_ids", None)
+        device = next(model.parameters()).device
+        meter = self._meter = LoadMeter(device)
         with open_checkpoint(self.settings.checkpoint) as checkpoint:
             plans = plan_modules(checkpoint, self.settings)
             for entry in checkpoint.entries():
@@ -92,23 +100,27 @@ class WorkbenchModelLoader(DefaultModelLoader):
                 if entry.name.endswith(_KV_SCALES):
                     continue  # of a KV cache format that the engine chooses itself (--kv-cache-dtype)
                 plan = plans.get(entry.module) if entry.projection else None
-                stored = checkpoint.read(entry.name)
+                with meter.reading():
+                    stored = checkpoint.read(entry.name)
                 if plan is not None and entry.module in taken:
-                    yield from pack_tensor(entry.name, stored, plan, self.settings)
+                    yield from pack_tensor(entry.name, stored, plan, self.settings, meter)
                 else:
-                    yield entry.name, dense_tensor(entry.name, stored, plan, self.settings, model_config.dtype)
+                    yield entry.name, dense_tensor(entry.name, stored, plan, self.settings, model_config.dtype, meter)
+        meter.finish()
         for source in getattr(model, "secondary_weights", ()):
             yield from self._get_weights_iterator(source)
         self._load_s = time.perf_counter() - self.counter_before_loading_weights
 
 
-def pack_tensor(name: str, stored: Any, plan: ModulePlan, settings: PluginSettings) -> list[tuple[str, Tensor]]:
+def pack_tensor(
+    name: str, stored: Any, plan: ModulePlan, settings: PluginSettings, meter: LoadMeter
+) -> list[tuple[str, Tensor]]:
     """A tensor in the plan's format, as the named parts that the packed methods load.
 
     `<module>.weight` uint8 `[N, K/2]`, `.weight_scale` `[N, K/block]`, and for nvfp4 `.weight_scale_2` float32 scalar;
-    `.input_scale` float32 scalar when the plan says static.
+    `.input_scale` float32 scalar when the plan says static. What was converted lies on the meter's device.
     """
-    packed = convert_tensor(name, stored, plan, settings)
+    packed = convert_tensor(name, stored, plan, settings, meter)
     module = name.removesuffix(".weight")
     parts = [(name, packed.codes), (f"{module}.weight_scale", packed.block_scales)]
     if packed.global_scale is not None:
@@ -119,17 +131,30 @@ def pack_tensor(name: str, stored: Any, plan: ModulePlan, settings: PluginSettin
 
 
 def dense_tensor(
-    name: str, stored: Any, plan: ModulePlan | None, settings: PluginSettings, dtype: torch.dtype
+    name: str,
+    stored: Any,
+    plan: ModulePlan | None,
+    settings: PluginSettings,
+    dtype: torch.dtype,
+    meter: LoadMeter,
 ) -> Tensor:
     """A tensor as vLLM's unquantized layers take it: decoded exactly in float32, then cast once to `dtype`."""
     if plan is not None:
-        return convert_tensor(name, stored, plan, settings).effective(dtype)
-    return stored if isinstance(stored, Tensor) else stored.effective(dtype)
+        stored = convert_tensor(name, stored, plan, settings, meter)
+    if isinstance(stored, Tensor):
+        return stored
+    with meter.reading():
+        stored = _on_device(stored, meter.device)
+    with meter.converting(name):
+        decoded: Tensor = _decoded(stored, dtype)
+        meter.holds(stored, decoded)
+    return decoded
 
 
-def convert_tensor(name: str, stored: Any, plan: ModulePlan, settings: PluginSettings) -> Any:
-    """`stored` in the plan's format: itself, or quantize(effective(stored)) in float32 (requant)."""
-    from workbench.formats import quantize
+def convert_tensor(name: str, stored: Any, plan: ModulePlan, settings: PluginSettings, meter: LoadMeter) -> Any:
+    """`stored` in the plan's format: itself, or quantize(effective(stored)) in float32 (requant). Raises FormatError
+    for a value that the format cannot hold."""
+    from workbench.formats import get_format, quantize
 
     if not isinstance(stored, Tensor):
         as_stored = settings.backend != "requant" or (plan.stored == plan.weight and not settings.rule)
@@ -140,5 +165,62 @@ def convert_tensor(name: str, stored: Any, plan: ModulePlan, settings: PluginSet
             )
         if as_stored:
             return stored
-        stored = stored.effective(torch.float32)
-    return quantize(stored.float(), plan.weight, settings.rule or None, name=name)
+    with meter.reading():
+        stored = _on_device(stored, meter.device)
+    with meter.converting(name):
+        rule = get_format(plan.weight).rule(settings.rule or None)
+        packed = None
+        if not isinstance(stored, Tensor) and (stored.format, plan.weight) == ("nvfp4", "mxfp4"):
+            packed = _requantized(stored, rule, meter)
+        if packed is None:
+            values = stored if isinstance(stored, Tensor) else stored.effective(torch.float32)
+            values = values.to(meter.device).float()
+            packed = quantize(values, plan.weight, rule.value, name=name)
+            meter.holds(None if isinstance(stored, Tensor) else stored, values, packed)
+    return packed
+
+
+def _requantized(stored: Any, rule: ScaleRule, meter: LoadMeter) -> Any:
+    """NVFP4 to MXFP4 by codes: no weight is decoded on a GPU. None where a value needs the general way: scales that
+    are not finite (it says which tensor), an input scale to fold in, a global scale that is no float32."""
+    from workbench.formats import QuantizedTensor
+
+    g = stored.global_scale
+    if rule not in MXFP4_RULES or stored.pre_quant_scale is not None or g.dtype != torch.float32:
+        return None
+    if stored.shape[-1] % 32 or not bool((stored.block_scales.float() * (6.0 * g)).isfinite().all()):
+        return None
+    codes, scale_bytes = triton_dispatch.nvfp4_to_mxfp4(stored.codes, stored.block_scales, g, rule)
+    packed = QuantizedTensor(
+        format="mxfp4", codes=codes, block_scales=scale_bytes, global_scale=None, shape=stored.shape
+    )
+    values = None if codes.is_cuda else torch.empty(stored.shape, dtype=torch.float32, device="meta")
+    meter.holds(stored, values, packed)  # a CPU decodes on the way
+    return packed
+
+
+def _decoded(stored: Any, dtype: torch.dtype) -> Tensor:
+    """`stored.effective(dtype)`, by the GPU's kernels where it lies there."""
+    plain = stored.pre_quant_scale is None and stored.codes.is_cuda
+    if plain and stored.format == "mxfp4":
+        return triton_dispatch.mxfp4_dequantize(stored.codes, stored.block_scales, dtype)
+    if plain and stored.format == "nvfp4" and stored.global_scale.dtype == torch.float32:
+        return triton_dispatch.nvfp4_dequantize(stored.codes, stored.block_scales, stored.global_scale, dtype)
+    return stored.effective(dtype)
+
+
+def _on_device(stored: Any, device: torch.device) -> Any:
+    """`stored` on `device`, if the device has kernels for it: plain tensors and the packed formats. Others are decoded
+    where they were read."""
+    if device.type == "cpu":
+        return stored
+    if isinstance(stored, Tensor):
+        return stored.to(device)
+    if stored.format not in PACKED_FORMATS:
+        return stored
+    moved = {
+        f.name: value.to(device)
+        for f in dataclasses.fields(stored)
+        if isinstance(value := getattr(stored, f.name), Tensor)
+    }
+    return dataclasses.replace(stored, **moved)

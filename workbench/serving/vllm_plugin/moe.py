@@ -3,7 +3,8 @@
 Parameters of a packed layer of E local experts: `w13_weight` uint8 [E, 2I, H/2] (gate rows, then up rows), `w2_weight`
 uint8 [E, H, I/2], `*_weight_scale`, for nvfp4 `w13_weight_scale_2` float32 [E, 2] and `w2_weight_scale_2` [E], and
 where the checkpoint has static input scales `w13_input_scale` [E, 2], `w2_input_scale` [E]. Gate, up and down of every
-expert keep their own scales.
+expert keep their own scales (`compat` says when not). After loading, input scales that are equal are joined, to
+[E] or [1], so that no call has to compare them.
 
 The loader of these parameters is our own: vLLM's dispatches on method class names and lets the up projection's
 input_scale overwrite the gate's.
@@ -22,8 +23,8 @@ from vllm.model_executor.utils import set_weight_attrs
 from workbench.errors import CheckpointError, ConfigError
 from workbench.formats import get_format
 
-from . import ops
-from .linear import check_block, scale_dtype, scale_kind, scales_by_token
+from . import compat, ops, plain
+from .linear import check_block, describe_plan, scale_dtype, scales_by_token
 from .settings import ModulePlan
 
 
@@ -118,17 +119,22 @@ class _ExpertMethod(FusedMoEMethodBase):
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig:
         return FusedMoEQuantConfig.make()
 
+    def maybe_make_prepare_finalize(self, *_: Any, **__: Any) -> None:
+        """vLLM 0.26 asks whether to wrap the method into its modular kernel; these methods run as they are."""
+        return
+
     @staticmethod
     def _local(layer: RoutedExperts, topk_ids: Tensor) -> Tensor:
         return topk_ids if layer.expert_map is None else layer.expert_map[topk_ids.long()]
 
 
 class PackedMoEMethod(_ExpertMethod):
-    """Weights stay packed; each call decodes the experts that have tokens, a bounded group at a time."""
+    """Weights stay packed; each call decodes the experts that have tokens. as_vllm: scales are combined as vLLM's own
+    methods do (`compat`)."""
 
-    def __init__(self, moe: Any, prefix: str, plan: ModulePlan, *, static: list[bool]) -> None:
+    def __init__(self, moe: Any, prefix: str, plan: ModulePlan, *, static: list[bool], as_vllm: bool = False) -> None:
         super().__init__(moe, prefix)
-        self.plan, self.static = plan, static
+        self.plan, self.static, self.as_vllm = plan, static, as_vllm
         self.ranks = ""  # the process group that w2's K is split over, where tokens have scales of their own
 
     def create_weights(
@@ -168,6 +174,15 @@ class PackedMoEMethod(_ExpertMethod):
                     f"{self.prefix}: {name} is NaN for local experts {bad[:8]}",
                     fix="run `workbench lint` on the checkpoint",
                 )
+        if self.as_vllm and getattr(layer, "w13_weight_scale_2", None) is not None:
+            layer.w13_weight_scale_2.data.copy_(compat.expert_globals(layer.w13_weight_scale_2.data))
+        for name in ("w13_input_scale", "w2_input_scale"):
+            scale = getattr(layer, name, None)
+            if scale is None:
+                continue
+            given = compat.expert_input_scale(scale.data) if self.as_vllm else scale.data
+            joined = ops.joined_input_scale(given)
+            layer.register_parameter(name, None if joined is None else torch.nn.Parameter(joined, False))
 
     def apply(
         self,
@@ -209,11 +224,7 @@ class PackedMoEMethod(_ExpertMethod):
 
     def describe(self) -> dict[str, Any]:
         """The audit's entry, without the bytes."""
-        return {
-            "weight": self.plan.weight,
-            "activation": self.plan.activation,
-            "activation_scale": scale_kind(self.plan.activation, self.static),
-        }
+        return describe_plan(self.plan, self.static, as_vllm=self.as_vllm)
 
 
 class CapturingMoEMethod(_ExpertMethod):
@@ -257,7 +268,7 @@ class CapturingMoEMethod(_ExpertMethod):
             self.recorder.record([n for n in self._names[expert] if n not in down], x_mh)
             self.recorder.record(down, h_mi)
 
-        return ops.expert_loop(
+        return plain.expert_loop(
             x,
             topk_weights,
             topk_ids,

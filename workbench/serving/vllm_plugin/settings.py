@@ -21,20 +21,23 @@ if TYPE_CHECKING:
 BACKENDS = ("reference", "emulation", "requant")
 PACKED_FORMATS = ("nvfp4", "mxfp4")  # what the packed layers hold and decode at GEMM time
 ACTIVATIONS = ("auto", "none")
+COMPAT = ("none", "vllm")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PluginSettings:
     """checkpoint: its folder. backend: see BACKENDS. format, rule: target of requant. activations: "auto" rounds
-    activations through the weight format's quantize-dequantize, "none" leaves them. exclude: module patterns. audit:
-    where the worker writes what it loaded ("" = nowhere). capture: record the inputs of every quantizable module
-    (backend reference only)."""
+    activations through the weight format's quantize-dequantize, "none" leaves them. compat: "none" keeps every matrix's
+    own scales, "vllm" combines them as vLLM's own NVFP4 methods do (backend emulation only; `compat`). exclude: module
+    patterns. audit: where the worker writes what it loaded ("" = nowhere). capture: record the inputs of every
+    quantizable module (backend reference only)."""
 
     checkpoint: str
     backend: str = "reference"
     format: str = ""
     rule: str = ""
     activations: str = "auto"
+    compat: str = "none"
     exclude: tuple[str, ...] = ()
     audit: str = ""
     capture: bool = False
@@ -48,6 +51,13 @@ class PluginSettings:
             raise ConfigError(
                 f"format and rule are requant's; backend {self.backend} runs the checkpoint's own format",
                 fix="drop format and rule, or choose backend=requant",
+            )
+        _choose("compat", self.compat, COMPAT)
+        if self.compat != "none" and self.backend != "emulation":
+            raise ConfigError(
+                f"compat={self.compat} combines the scales of a checkpoint that runs as stored; backend {self.backend}"
+                " does not run it so",
+                fix="use backend=emulation, or compat=none",
             )
         if self.capture and self.backend != "reference":
             raise ConfigError("activations are captured on the decoded model", fix="use backend=reference")

@@ -15,19 +15,18 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from workbench.bench.machine import processor
 from workbench.errors import ConfigError
 from workbench.kernels import cpu, reference
 from workbench.kernels.tables import MXFP4_BLOCK, MXFP4_RULES, NVFP4_BLOCK
@@ -148,7 +147,7 @@ def _measure(w: Tensor, repeats: int) -> KernelBench:
     ]
     return KernelBench(
         date=time.strftime("%Y-%m-%d"),
-        machine=_processor(),
+        machine=processor(),
         cores=os.cpu_count() or 1,
         threads=torch.get_num_threads(),
         load=(load, os.getloadavg()[0]),
@@ -198,14 +197,6 @@ def _seconds(call: Call) -> float:
 
 def _middle(values: list[float]) -> Measured:
     return Measured(median=statistics.median(values), low=min(values), high=max(values))
-
-
-def _processor() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 # ---- contenders ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,137 @@
+"""Which matrices an analysis looks at: those that are quantized, of a glob, or a stratified sample.
+
+    chosen = choose_matrices(pairs, original, checkpoints, select="*experts*", sample=500, seed=0)
+    chosen.names, chosen.weights["model.layers.1...weight"], chosen.faults
+
+A sample takes as many matrices of every stratum (projection, shared or routed) as its share of all, at least two, drawn
+without replacement; each stands for `weight` matrices of its stratum.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.errors import CheckpointError, ConfigError
+
+from .faults import Fault
+from .inputs import OpenCheckpoints
+
+if TYPE_CHECKING:
+    from .tensors import ArmPair
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """names: matrices to measure, in layer order. by_pair: those of each pair's key. weights: of a sampled matrix (1.0
+    without a sample). of: how many there are to choose from. faults: what an arm lacks or holds in another shape."""
+
+    names: list[str]
+    by_pair: dict[str, set[str]]
+    weights: dict[str, float]
+    of: int
+    faults: list[Fault] = field(default_factory=list)
+
+
+def choose_matrices(
+    pairs: Sequence[ArmPair],
+    original: Any,
+    checkpoints: OpenCheckpoints,
+    *,
+    has_source: bool,
+    select: str | None = None,
+    sample: int | None = None,
+    seed: int = 0,
+) -> Chosen:
+    """Names that are quantized in a pair's first checkpoint (without one: in its second, or direct).
+
+    original: the source's checkpoint, or without a source the first's. Raises ConfigError when `select` matches none,
+    CheckpointError when no arm is quantized.
+    """
+    faults: list[Fault] = []
+    by_pair = {pair.key: _matrices_of(pair, original, checkpoints, has_source, faults) for pair in pairs}
+    wanted = set().union(*by_pair.values()) if by_pair else set()
+    entries = [e for e in original.entries() if e.name in wanted]
+    if select is not None:
+        entries = [e for e in entries if fnmatch.fnmatchcase(e.name, select) or fnmatch.fnmatchcase(e.module, select)]
+        faults = [f for f in faults if fnmatch.fnmatchcase(f.tensor, select)]
+        if not entries and not faults:
+            raise ConfigError(
+                f"--select {select} matches no quantized matrix", fix="a glob over whole names, e.g. '*experts.*'"
+            )
+    weights = {e.name: 1.0 for e in entries} if sample is None else sample_entries(entries, sample, seed)
+    names = [e.name for e in entries if e.name in weights]
+    return Chosen(names, by_pair, weights, len(entries), faults)
+
+
+def sample_entries(entries: list[Any], size: int, seed: int) -> dict[str, float]:
+    """Name -> weight of about `size` of the entries, at least two of every stratum."""
+    strata: dict[tuple[str, bool], list[str]] = {}
+    for entry in entries:
+        strata.setdefault((entry.projection, entry.shared_expert), []).append(entry.name)
+    rng = np.random.default_rng(seed)
+    weights: dict[str, float] = {}
+    for key in sorted(strata):
+        names = strata[key]
+        count = min(len(names), max(2, round(size * len(names) / max(1, len(entries)))))
+        for index in sorted(rng.choice(len(names), size=count, replace=False)):
+            weights[names[index]] = len(names) / count
+    return weights
+
+
+def _matrices_of(
+    pair: ArmPair, original: Any, checkpoints: OpenCheckpoints, has_source: bool, faults: list[Fault]
+) -> set[str]:
+    """Names that every arm of the pair holds in one shape; the others become faults."""
+    leading = pair.first or pair.second or pair.direct
+    if leading is None:
+        raise ConfigError(
+            f"arm {pair.second_arm!r} has no stored checkpoint, so nothing says which matrices are quantized",
+            fix="give the first, second or direct checkpoint of the pair",
+        )
+    names = {entry.name for entry in checkpoints.open(leading).entries() if entry.quantized}
+    if not names:
+        raise CheckpointError(
+            f"{leading} holds no quantized matrix, so there is nothing to analyze",
+            fix="check the arm's path; `workbench lint` says what the checkpoint holds",
+        )
+    shapes = {entry.name: tuple(entry.shape) for entry in original.entries()}
+    good = set(names)
+    for arm, path in (("first", pair.first), ("second", pair.second), ("direct", pair.direct)):
+        if path is None:
+            continue
+        held = {entry.name: tuple(entry.shape) for entry in checkpoints.open(path).entries()}
+        for name in sorted(good):
+            fault = _compare(name, arm, path, leading, held.get(name), shapes.get(name), original, has_source)
+            if fault is not None:
+                faults.append(fault)
+                good.discard(name)
+    return good
+
+
+def _compare(
+    name: str,
+    arm: str,
+    path: str | Path,
+    leading: str | Path,
+    held: tuple[int, ...] | None,
+    shape: tuple[int, ...] | None,
+    original: Any,
+    has_source: bool,
+) -> Fault | None:
+    whole = "source" if has_source else "first arm"
+    if shape is None:
+        what = f"is quantized in {leading}, but the {whole} {original.path} does not hold it"
+        return Fault(tensor=name, kind="missing", arm=whole, message=what)
+    if held is None:
+        what = f"is quantized in {leading}, but {path} does not hold it"
+        return Fault(tensor=name, kind="missing", arm=arm, message=what)
+    if held != shape:
+        what = f"is {held} in {path} and {shape} in the {whole} {original.path}"
+        return Fault(tensor=name, kind="shape", arm=arm, message=what)
+    return None

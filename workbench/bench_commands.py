@@ -1,0 +1,212 @@
+"""What `workbench bench kernels` and `workbench bench serve` do with their parsed arguments; returns the exit code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from workbench.errors import ConfigError
+
+if TYPE_CHECKING:
+    from workbench.records import ServingLoad
+    from workbench.serving.spec import EngineSpec, ServeSpec
+
+OFFLINE, REQUANT = "offline", "requant"
+_DIALECTS = {"mxfp4": "quark", "nvfp4": "modelopt"}  # what is written for the engine to read back
+_ARM_KEYS = ("backend", "format", "rule", "activations", "url")
+
+
+def kernels(arguments: argparse.Namespace) -> int:
+    from workbench.commands import check_file
+
+    if arguments.json:
+        check_file("--json", arguments.json)
+    return _bench_cuda(arguments) if arguments.device == "cuda" else _bench_cpu(arguments)
+
+
+def _bench_cpu(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from workbench import records
+    from workbench.bench.kernels import bench_kernels, table
+
+    if arguments.only or arguments.quick or arguments.markdown:
+        raise ConfigError("--only, --quick and --markdown belong to --device cuda", fix="leave them out")
+    cores = os.cpu_count() or 1
+    if arguments.threads is not None and arguments.threads > cores:
+        raise ConfigError(f"--threads {arguments.threads}: this machine has {cores} cores", fix=f"at most {cores}")
+    result = bench_kernels(
+        rows=2048 if arguments.rows is None else arguments.rows,
+        columns=7168 if arguments.columns is None else arguments.columns,
+        threads=torch.get_num_threads() if arguments.threads is None else arguments.threads,
+        repeats=5 if arguments.repeats is None else arguments.repeats,
+    )
+    if arguments.json:
+        records.write_json(arguments.json, result)
+    print(table(result))
+    return 0
+
+
+def _bench_cuda(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from workbench import records
+    from workbench.bench.cuda import SECTIONS, bench_cuda
+    from workbench.bench.cuda_table import CudaBench, as_json, markdown
+    from workbench.commands import check_file
+
+    if any(value is not None for value in (arguments.rows, arguments.columns, arguments.threads, arguments.repeats)):
+        raise ConfigError(
+            "--rows, --columns, --threads and --repeats belong to --device cpu",
+            fix="leave them out: on a card the shapes are those of the bars, and --quick takes fewer",
+        )
+    if not torch.cuda.is_available():
+        raise ConfigError("torch finds no CUDA card", fix="use --device cpu, or a machine with a card and its driver")
+    if arguments.markdown:
+        check_file("--markdown", arguments.markdown)
+
+    def save(result: CudaBench) -> None:
+        if arguments.json:
+            records.write_json(arguments.json, as_json(result))
+        if arguments.markdown:
+            records.write_text(arguments.markdown, markdown(result))
+
+    bench_cuda([s for s in SECTIONS if s in (arguments.only or SECTIONS)], quick=arguments.quick, save=save)
+    return 0
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    from workbench.bench.serve import PRESETS, bench_serve
+    from workbench.bench.serve_table import table
+    from workbench.checkpoints.open import resolve_path
+    from workbench.commands import check_folder
+    from workbench.interrupt import terminable
+    from workbench.records import write_json
+
+    check_folder("--out", arguments.out)
+    loads, preset = _own_load(arguments), "own"
+    if loads is None:
+        loads, preset = PRESETS[arguments.preset], arguments.preset
+    engine = _engine(arguments)
+    specs = _requant_arms(arguments, engine) if arguments.requant is not None else []
+    specs += _named_arms(arguments.arm, engine)
+    if not specs:
+        raise ConfigError("no arm is named", fix="--requant CHECKPOINT, or --arm NAME=CHECKPOINT,backend=BACKEND")
+    with terminable():
+        cost = bench_serve(
+            specs,
+            loads,
+            tokenizer=arguments.tokenizer or resolve_path(specs[0].checkpoint).absolute(),
+            out=arguments.out / "serving_cost",
+            preset=preset,
+            repeats=arguments.repeat,
+            margin=arguments.margin,
+            together=not arguments.one_at_a_time,
+            same_layers=(OFFLINE, REQUANT) if arguments.requant is not None else (),
+            say=lambda line: print(line, flush=True),
+        )
+    write_json(arguments.out / "serving_cost.json", cost)
+    print(f"\n{table(cost)}\n\nwrote {arguments.out / 'serving_cost.json'}")
+    return 0
+
+
+def _own_load(arguments: argparse.Namespace) -> tuple[ServingLoad, ...] | None:
+    """The load of --input, --output, --concurrency and --prompts; None where the preset is meant."""
+    from workbench.records import ServingLoad
+
+    own = {
+        "input_tokens": arguments.input,
+        "output_tokens": arguments.output,
+        "concurrency": arguments.concurrency,
+        "prompts": arguments.prompts,
+    }
+    if all(value is None for value in own.values()):
+        return None
+    if missing := [name for name, value in own.items() if value is None]:
+        raise ConfigError(
+            f"a load of one's own lacks {', '.join(missing)}",
+            fix="give --input, --output, --concurrency and --prompts, or none of them",
+        )
+    return (ServingLoad(**own),)
+
+
+def _engine(arguments: argparse.Namespace) -> EngineSpec:
+    from workbench.serving.spec import EngineSpec
+
+    return EngineSpec(
+        max_model_len=arguments.max_model_len,
+        dtype=arguments.dtype,
+        tensor_parallel_size=arguments.tensor_parallel_size,
+        enforce_eager=not arguments.compiled,
+        args=dict(arguments.engine_arg),
+        env=dict(arguments.engine_env),
+    )
+
+
+def _named_arms(texts: list[tuple[str, str]], engine: EngineSpec) -> list[ServeSpec]:
+    """`NAME=CHECKPOINT,backend=…`: each an arm."""
+    import dataclasses
+
+    from workbench.serving.spec import ServeSpec
+    from workbench.settings import check_name
+
+    specs = []
+    for name, text in texts:
+        check_name("--arm", name)
+        checkpoint, *rest = text.split(",")
+        options: dict[str, Any] = dict(part.partition("=")[::2] for part in rest)
+        if unknown := [key for key in options if key not in _ARM_KEYS]:
+            raise ConfigError(f"--arm {name}: unknown {unknown[0]!r}", fix=f"choose among {', '.join(_ARM_KEYS)}")
+        url = options.pop("url", "")
+        own = dataclasses.replace(engine, kind="external", base_url=url) if url else engine
+        specs.append(ServeSpec(arm=name, checkpoint=_checkpoint(checkpoint), engine=own, **options))
+    return specs
+
+
+def _requant_arms(arguments: argparse.Namespace, engine: EngineSpec) -> list[ServeSpec]:
+    """The checkpoint converted file to file, as the baseline, and the same conversion made at load.
+
+    Requantization at load converts what a quantized source quantizes, so the files must leave out the rest as well.
+    """
+    from workbench.checkpoints import open_checkpoint
+    from workbench.checkpoints.convert import quantize_checkpoint
+    from workbench.progress import Progress
+    from workbench.serving.spec import ServeSpec
+
+    source = _checkpoint(arguments.requant)
+    target = arguments.out / "serving_cost" / "offline_checkpoint"
+    exclude = tuple(arguments.exclude)
+    with open_checkpoint(source) as checkpoint:
+        matrices = [entry for entry in checkpoint.entries() if entry.projection]
+    plain = [entry.module for entry in matrices if not entry.quantized]
+    kept = tuple(plain) if len(plain) < len(matrices) else ()
+    say = Progress()
+    say.note(f"{OFFLINE}: {arguments.format} in {_DIALECTS[arguments.format]}'s dialect from {source}")
+    quantize_checkpoint(
+        source,
+        target,
+        format=arguments.format,
+        dialect=_DIALECTS[arguments.format],
+        rule=arguments.rule,
+        exclude=(*kept, *exclude),
+        overwrite=True,
+        progress=say.counter("tensors"),
+    )
+    return [
+        ServeSpec(arm=OFFLINE, checkpoint=target, backend="emulation", exclude=exclude, engine=engine),
+        ServeSpec(
+            arm=REQUANT,
+            checkpoint=source,
+            backend="requant",
+            format=arguments.format,
+            rule=arguments.rule,
+            exclude=exclude,
+            engine=engine,
+        ),
+    ]
+
+
+def _checkpoint(text: str) -> Path | str:
+    return text if text.startswith("hf:") else Path(text)

@@ -1,0 +1,34 @@
+"""Checks on the evidence, of what the servers ran: an arm's answers are about its numerics only where it ran them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from workbench.gating.policy import Policy
+from workbench.records import GateCheck, NumericsCard
+
+
+def check_numerics(rules: Policy, cards: Mapping[str, NumericsCard]) -> list[GateCheck]:
+    """One check for each arm that has a numerics card. A gated arm whose server ran something else than the arm says
+    makes the run invalid, by the tier of "numerics"; of other arms, vLLM's own baselines among them, it is reported. A
+    card that could not be taken leaves a gated arm's check open.
+    """
+    checks = []
+    for arm, card in cards.items():
+        status = "pass" if card.as_asked else "inconclusive" if card.error else "invalid"
+        reason = card.verdict
+        if len(card.findings) > 1:
+            reason += f". All: {' | '.join(card.findings)}"
+        checks.append(
+            GateCheck(
+                name="numerics",
+                arm=arm,
+                status=rules.weigh(status, "numerics") if arm in rules.gated else "reported",
+                reason=reason if reason.endswith(".") else f"{reason}.",
+                value=float(sum(row.count for row in card.rows if row.finding)),
+                limit=0.0,
+                unit="layers",
+                tier=rules.tier("numerics"),
+            )
+        )
+    return checks
