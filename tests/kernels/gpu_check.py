@@ -43,6 +43,7 @@ _kernels_from_source()
 from workbench.kernels import blocks, elements, mx, nvfp4, reference, tables  # noqa: E402
 from workbench.kernels import triton_activation as act  # noqa: E402
 from workbench.kernels import triton_dequantize as deq  # noqa: E402
+from workbench.kernels import triton_error_details as details  # noqa: E402
 from workbench.kernels import triton_errors as err  # noqa: E402
 from workbench.kernels import triton_gemm as gemm  # noqa: E402
 from workbench.kernels import triton_moe as moe  # noqa: E402
@@ -213,6 +214,46 @@ def _check_error_sums(dtype: torch.dtype, rule: str, spread: str) -> None:
         check_near(f"error sum {name} {dtype} {rule}, a global a {spread}", value, (p * q).sum(), 2e-6 * size)
 
 
+def _check_error_details(dtype: torch.dtype) -> None:
+    w = torch.randn(512, 4096).to(dtype)
+    w[5, :64] *= 1e-3
+    codes, scales, g = reference.nvfp4_quantize(w)
+    g = g * (0.5 + torch.rand(512, 1))  # some blocks saturate
+    a = reference.nvfp4_dequantize(codes, scales, g)
+    packed, scale_bytes = reference.mxfp4_quantize(a)
+    b = reference.mxfp4_dequantize(packed, scale_bytes)
+    found = dict(
+        zip(details.DETAILS, details.error_details(*(t.cuda() for t in (w, codes, scales, g))).tolist(), strict=True)
+    )
+    steps = (scales.float() * g, reference.e8m0_values(scale_bytes))
+    for name, x, x_hat, step, block in (("e1", w.float(), a, steps[0], 16), ("e2", a, b, steps[1], 32)):
+        for part, value, size in _parts(x.view(-1, block), x_hat.view(-1, block), step.view(-1, 1)):
+            check_near(f"{name} {part} {dtype}", torch.tensor(found[f"{name} {part}"]), value, 2e-6 * size.item())
+    e2 = (b - a).double()
+    for name, power in (("e2", 1), ("e2_e2_e2", 3), ("e2_e2_e2_e2", 4)):
+        size = (e2**power).abs().sum().item()
+        check_near(f"{name} {dtype}", torch.tensor(found[name]), (e2**power).sum(), 2e-6 * size)
+
+
+def _parts(x: Tensor, x_hat: Tensor, step: Tensor) -> list[tuple[str, Tensor, Tensor]]:
+    """`cpu_errors.attribute` in plain torch: name, value, what its error is measured by."""
+    square = (x_hat.double() - x.double()).square()
+    beyond = x.double().abs() > 6 * step.double()
+    lost = (x_hat == 0) & (x != 0) & ~beyond
+    exact = x.abs().amax(1, keepdim=True) / 6
+    exact = torch.where(exact == 0, 1.0, exact)
+    ideal = reference.e2m1_values(reference.e2m1_round(x / exact)) * exact
+    element = (ideal.double() - x.double()).square() * ~(beyond | lost)
+    total = square.sum()
+    return [
+        ("saturation", (square * beyond).sum(), total),
+        ("underflow", (square * lost).sum(), total),
+        ("element", element.sum(), total),
+        ("saturated", beyond.sum(), beyond.sum() + 1),
+        ("underflowed", lost.sum(), lost.sum() + 1),
+    ]
+
+
 def check_products() -> None:
     torch.manual_seed(1)
     n, k = 576, 1184
@@ -244,6 +285,7 @@ def check_products() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         for rule, spread in (("even", "tensor"), ("even", "row"), ("even", "shard"), ("floor", "tensor")):
             _check_error_sums(dtype, rule, spread)
+        _check_error_details(dtype)
     _check_experts()
 
 

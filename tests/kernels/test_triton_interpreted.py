@@ -281,6 +281,39 @@ def check_error_sums(w: Tensor, g: Tensor, rule: str) -> None:
         assert abs(value - float((p * q).sum())) <= 2e-6 * size, name
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@interpreted
+def test_error_details_are_those_of_the_cpu(dtype: torch.dtype) -> None:
+    from workbench.kernels import cpu_errors, triton_error_details
+
+    w = (normal(37, 96) * normal(37, 1, seed=1).exp()).to(dtype)
+    w[5], w[6, :40] = 0, 3e-4
+    codes, scales, g = reference.nvfp4_quantize(w)
+    g = g * torch.rand(37, 1, generator=torch.Generator().manual_seed(0)).add(0.5)  # some blocks saturate
+    a = reference.nvfp4_dequantize(codes, scales, g)
+    packed, scale_bytes = reference.mxfp4_quantize(a)
+    b = reference.mxfp4_dequantize(packed, scale_bytes)
+    found = dict(
+        zip(
+            triton_error_details.DETAILS,
+            triton_error_details.error_details(w, codes, scales, g).tolist(),
+            strict=True,
+        )
+    )
+    steps = {"e1": (scales.float() * g).flatten(), "e2": cpu_errors.scale_values(scale_bytes).flatten()}
+    for error, x, x_hat, block in (("e1", w, a, 16), ("e2", a, b, 32)):
+        parts = cpu_errors.attribute(x.float(), x_hat, steps[error], block=block)
+        expected = dict(zip(cpu_errors.PARTS, parts, strict=True))
+        for name in triton_error_details.PARTS:
+            assert abs(found[f"{error} {name}"] - expected[name]) <= 2e-6 * max(expected["total"], expected[name]), name
+        assert expected["underflow"] > 0
+    e2 = (b - a).double()
+    assert abs(found["e2_e2_e2_e2"] - float((e2**4).sum())) <= 2e-6 * float((e2**4).sum())
+    assert abs(found["e2_e2_e2"] - float((e2**3).sum())) <= 2e-6 * float((e2**3).abs().sum())
+    for name, values in (("w", w.double()), ("e1", (a - w.float()).double()), ("e2", e2)):
+        assert abs(found[name] - float(values.sum())) <= 2e-6 * float(values.abs().sum())
+
+
 # ---- products --------------------------------------------------------------------------------------------------------
 
 

@@ -18,11 +18,12 @@ from workbench.bench.cuda_timing import Call, Card, measure, measure_made
 from workbench.kernels import tables
 from workbench.kernels import triton_activation as act
 from workbench.kernels import triton_dequantize as deq
+from workbench.kernels import triton_error_details as details
 from workbench.kernels import triton_errors as err
 from workbench.kernels import triton_quantize as quant
 from workbench.kernels import triton_requant as requant
 
-OF_COPY, REQUANT_OF_COPY, ERRORS_OF_COPY = 0.75, 0.70, 0.60
+OF_COPY, REQUANT_OF_COPY, ERRORS_OF_COPY, DETAILS_OF_COPY = 0.75, 0.70, 0.60, 0.30
 TIMES_TWO_STEPS, TIMES_TORCHAO, TIMES_COMPRESSED_TENSORS = 3.5, 1.2, 10.0
 _BF16, _F32 = 2.0, 4.0
 _NVFP4, _MXFP4 = 0.5 + 1 / tables.NVFP4_BLOCK, 0.5 + 1 / tables.MXFP4_BLOCK
@@ -132,6 +133,12 @@ def measure_streams(card: Card, rows: int, columns: int, device: str = "cuda") -
             [partial(err.error_sums, w, *packed) for w, packed in zip(sources, nv, strict=True)],
             _BF16 + _NVFP4,
             ERRORS_OF_COPY,
+        ),
+        row(
+            "error sums, moments, attributions",
+            [partial(details.error_details, w, *packed) for w, packed in zip(sources, nv, strict=True)],
+            _BF16 + _NVFP4,
+            DETAILS_OF_COPY,
         ),
     ]
     title = f"Streams of {count / 2**20:.0f} M weights (bytes read and written a weight)"
