@@ -202,6 +202,24 @@ def test_an_arm_whose_lint_is_missing_is_invalid(run: Path, tmp_path: Path) -> N
     assert [c.status for c in checks if c.name == "lint" and c.arm == "nvfp4"] == ["invalid"]
 
 
+def test_a_server_that_ran_something_else_makes_its_arm_invalid(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    layer = records.NumericsRow(
+        modules="lm_head", layers="", count=1, kind="linear", method="x", kernel="Marlin", storage="", weights="nvfp4",
+        match="exact", weight_error=0.0, activation="none", activation_scale="", residual=0.0,
+        asked="nvfp4, activations nvfp4", finding="input not rounded (weight-only)",
+    )  # fmt: skip
+    card = records.NumericsCard(
+        arm="nvfp4", backend="emulation", engine_version="", device="cuda", verdict="1 of 1 layers do not run as asked",
+        rows=(layer,), findings=("lm_head: input not rounded (weight-only)",),
+    )  # fmt: skip
+    records.write_json(copy / "server" / "nvfp4.numerics.json", card)
+    assert cli.main(["gate", str(copy), "--gated", "nvfp4"]) == 2
+    checks = records.read_json(records.Verdict, copy / "verdict.json").checks
+    assert [c.status for c in checks if c.name == "numerics"] == ["invalid"]
+
+
 def test_a_comparison_of_other_answers_is_refused(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -91,6 +91,7 @@ def judge_files(files: RunFiles, policy: dict[str, Any], since: Path | None = No
         evaluations=files.evaluations,
         servers=files.servers,
         equality=files.equality,
+        numerics=files.numerics,
         preflights=files.preflights,
         serving_cost=files.serving_cost,
         since=compare_with_baseline(run, read_baseline(since)) if since else None,
