@@ -70,6 +70,10 @@ def test_anothers_thresholds_are_a_policy_with_a_warning(tmp_path: Path, capsys:
         (["{a}", "{a}/nowhere"], "there is no folder"),
         (["{a}", "{b}", "--policy", "nope"], "there is no gate policy 'nope'"),
         (["{a}", "{b}", "--json", "{a}"], "is a folder"),
+        (["{a}", "{b}", "--json", "{b}/samples_gsm8k_x.jsonl"], "lies within {b}, which the command reads"),
+        (["{a}", "{b}", "--junit", "{a}/new.xml"], "lies within {a}, which the command reads"),
+        (["{a}", "{a}"], "the candidate and the baseline are one folder"),
+        (["{a}", "{b}", "--noise", "{b}"], "--noise and the candidate are one folder"),
     ],
 )
 def test_what_does_not_go_together_is_refused(
@@ -78,7 +82,7 @@ def test_what_does_not_go_together_is_refused(
     a, b = two_folders(tmp_path, 10, 0, 0, 0)
     assert cli.main(["compare", *(flag.format(a=a, b=b) for flag in flags)]) == 3
     printed = capsys.readouterr().err
-    assert message in printed
+    assert message.format(a=a, b=b) in printed
     assert "fix: " in printed
 
 
@@ -200,6 +204,47 @@ def test_an_arm_whose_lint_is_missing_is_invalid(run: Path, tmp_path: Path) -> N
     assert cli.main(["gate", str(copy), "--gated", "nvfp4"]) == 2
     checks = records.read_json(records.Verdict, copy / "verdict.json").checks
     assert [c.status for c in checks if c.name == "lint" and c.arm == "nvfp4"] == ["invalid"]
+
+
+def test_a_margin_under_a_misspelled_task_is_no_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "p.yaml").write_text("margin_pp: {default: 50.0, GSM8K: 1.0}\n")
+    assert cli.main(["compare", *two_folders(tmp_path, 1200, 3, 4, 112), "--policy", str(tmp_path / "p.yaml")]) == 2
+    assert "margin_pp names GSM8K, which was not compared; gsm8k was." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", ["--json", "--history", "--baseline"])
+def test_a_gate_does_not_write_over_the_run(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    before = (copy / "comparison.json").read_bytes()
+    more = ["--update-baseline"] if flag == "--baseline" else []
+    assert cli.main(["gate", str(copy), "--gated", "nvfp4", flag, str(copy / "comparison.json"), *more]) == 3
+    assert "lies within" in capsys.readouterr().err
+    assert (copy / "comparison.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan", "{c}", "--bits", "4.5", "--out", "{c}/model.safetensors"],
+        ["whatif", "{c}", "--out", "{c}/model.safetensors"],
+        ["lint", "{c}", "--json", "{c}/config.json"],
+        ["bench", "serve", "--arm", "a={c}", "--out", "{c}"],
+        ["numerics", "{c}", "--json", "{c}/config.json"],
+        ["serve", "{c}", "--numerics", "{c}/config.json"],
+        ["calibrate", "{c}", "--prompts", "x", "--out", "{c}/model.safetensors"],
+    ],
+)
+def test_no_command_writes_into_the_checkpoint_that_it_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    folder = write_checkpoint(tmp_path / "c", tiny_tensors())
+    before = {f.name: f.read_bytes() for f in Path(folder).iterdir()}
+    assert cli.main([part.replace("{c}", str(folder)) for part in command]) == 3
+    assert "which the command reads" in capsys.readouterr().err
+    assert {f.name: f.read_bytes() for f in Path(folder).iterdir()} == before
 
 
 def test_a_server_that_ran_something_else_makes_its_arm_invalid(run: Path, tmp_path: Path) -> None:

@@ -135,14 +135,14 @@ def plan(arguments: argparse.Namespace) -> int:
     from workbench.analysis.plan import FORMATS, plan_bits, write_recipe
     from workbench.progress import Progress
 
-    check_file("--out", arguments.out)
+    check_file("--out", arguments.out, arguments.source, arguments.activations)
     if arguments.json:
-        check_file("--json", arguments.json)
+        check_file("--json", arguments.json, arguments.source, arguments.activations, arguments.out)
     check_input("--activations", arguments.activations)
     found = plan_bits(
         source=arguments.source,
         bits=arguments.bits,
-        formats=tuple(arguments.format or FORMATS),
+        formats=tuple(dict.fromkeys(arguments.format or FORMATS)),
         activations=arguments.activations,
         granularity=arguments.granularity,
         progress=Progress().bar,
@@ -167,7 +167,7 @@ def whatif(arguments: argparse.Namespace) -> int:
     from workbench.progress import Progress
 
     if arguments.out:
-        check_file("--out", arguments.out)
+        check_file("--out", arguments.out, arguments.source, arguments.first)
     table = what_if(
         source=arguments.source,
         first=arguments.first,

@@ -57,7 +57,7 @@ def logprobs(arguments: argparse.Namespace) -> int:
     from workbench.evaluation.kld import collect_logprobs, cut_windows
     from workbench.progress import Progress
 
-    check_file("--out", arguments.out)
+    check_file("--out", arguments.out, arguments.text, arguments.tokenizer)
     windows = cut_windows(
         read_text(arguments.text), arguments.tokenizer, tokens=arguments.tokens, count=arguments.windows
     )
@@ -82,7 +82,7 @@ def kld(arguments: argparse.Namespace) -> int:
     from workbench.evaluation.kld import kl_divergence
 
     if arguments.json:
-        check_file("--json", arguments.json)
+        check_file("--json", arguments.json, arguments.reference, arguments.arm)
     for path in (arguments.reference, arguments.arm):
         if not path.is_file():
             raise ConfigError(f"there is no file {path}", fix="give two files that `workbench logprobs` wrote")
@@ -129,9 +129,11 @@ def _compare_two(arguments: argparse.Namespace) -> int:
     from workbench.comparison import compare_folders, comparison_json, comparison_text
     from workbench.gating import append_step_summary, gate, to_junit, to_step_summary
 
+    read = (arguments.baseline, arguments.candidate, arguments.noise)
     for flag, path in (("--json", arguments.json), ("--junit", arguments.junit)):
         if path:
-            check_file(flag, path)
+            check_file(flag, path, *read)
+    _check_two(*read)
     policy = _policy(arguments.policy)
     comparison = compare_folders(arguments.baseline, arguments.candidate, arguments.noise)
     candidate = comparison.tasks[-1].candidate if comparison.tasks else comparison.graded[-1].candidate
@@ -143,6 +145,17 @@ def _compare_two(arguments: argparse.Namespace) -> int:
     print(comparison_text(comparison))
     append_step_summary(to_step_summary(verdict, comparison))  # only where $GITHUB_STEP_SUMMARY is set
     return _say_verdict(verdict)
+
+
+def _check_two(baseline: Path, candidate: Path, noise: Path | None) -> None:
+    """Refuse one folder under two names: it would lose nothing to itself, or be its own noise. Raises ConfigError."""
+    named = [("the baseline", baseline), ("the candidate", candidate), ("--noise", noise)]
+    for i, (name, path) in enumerate(named):
+        for other, its in named[:i]:
+            if path is not None and its is not None and path.exists() and path.resolve() == its.resolve():
+                raise ConfigError(
+                    f"{name} and {other} are one folder, {path}", fix="give the folders of two evaluations"
+                )
 
 
 def _compare_arms(arguments: argparse.Namespace) -> int:
@@ -185,8 +198,10 @@ def gate(arguments: argparse.Namespace) -> int:
     if arguments.baseline and not arguments.update_baseline and not arguments.baseline.is_file():
         raise ConfigError(f"--baseline {arguments.baseline} does not exist", fix="make it once with --update-baseline")
     for flag in ("baseline", "history", "json"):
-        if getattr(arguments, flag):
-            check_file(f"--{flag}", getattr(arguments, flag))
+        path = getattr(arguments, flag)
+        if path:
+            taken = path.is_file() or path.resolve().parent != arguments.run.resolve()
+            check_file(f"--{flag}", path, arguments.run if taken else None)
     policy = _policy(arguments.policy)
     for key in ("gated", "reported"):
         if getattr(arguments, key):

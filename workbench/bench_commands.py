@@ -85,7 +85,8 @@ def serve(arguments: argparse.Namespace) -> int:
     from workbench.interrupt import terminable
     from workbench.records import write_json
 
-    check_folder("--out", arguments.out)
+    read = [text.split(",")[0] for _, text in arguments.arm]
+    check_folder("--out", arguments.out, arguments.requant, *read)
     loads, preset = _own_load(arguments), "own"
     if loads is None:
         loads, preset = PRESETS[arguments.preset], arguments.preset

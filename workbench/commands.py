@@ -25,9 +25,7 @@ def lint(arguments: argparse.Namespace) -> int:
     from workbench.checkpoints.lint import lint_checkpoint
 
     if arguments.json:
-        check_file("--json", arguments.json)
-        if arguments.json.resolve().is_relative_to(Path(arguments.path).resolve()):
-            raise ConfigError(f"--json {arguments.json} lies within the checkpoint", fix="write the findings elsewhere")
+        check_file("--json", arguments.json, arguments.path)
     report = lint_checkpoint(
         arguments.path,
         allow=tuple(arguments.allow),
@@ -126,7 +124,7 @@ def quantize(arguments: argparse.Namespace) -> int:
 
 
 def calibrate(arguments: argparse.Namespace) -> int:
-    check_file("--out", arguments.out)
+    check_file("--out", arguments.out, arguments.source)
     print(f"wrote {_capture(arguments, arguments.out)}")
     return 0
 
@@ -134,9 +132,9 @@ def calibrate(arguments: argparse.Namespace) -> int:
 def serve(arguments: argparse.Namespace) -> int:
     from workbench.serving.serve import serve_forever
 
-    check_file("--log", arguments.log)
+    check_file("--log", arguments.log, arguments.path)
     if arguments.numerics:
-        check_file("--numerics", arguments.numerics)
+        check_file("--numerics", arguments.numerics, arguments.path)
     serve_forever(_serve_spec(arguments, numerics=bool(arguments.numerics)), arguments.log, numerics=arguments.numerics)
     return 0
 
@@ -148,9 +146,9 @@ def numerics(arguments: argparse.Namespace) -> int:
     from workbench.serving.numerics import table
     from workbench.serving.serve import take_card
 
-    check_file("--log", arguments.log)
+    check_file("--log", arguments.log, arguments.path)
     if arguments.json:
-        check_file("--json", arguments.json)
+        check_file("--json", arguments.json, arguments.path)
     card = take_card(_serve_spec(arguments, numerics=True), arguments.log)
     if card.error:
         raise EngineError(f"no numerics card: {card.error}", fix=f"read the log, {arguments.log}")
@@ -279,17 +277,29 @@ def check_input(flag: str, path: Path | None) -> None:
         raise ConfigError(f"{flag} {path} {what}", fix="give the file that `workbench calibrate` wrote")
 
 
-def check_file(flag: str, path: Path) -> None:
-    """Refuse a file that cannot be written, before the work that leads to it. Raises OutputError."""
+def check_file(flag: str, path: Path, *inputs: Path | str | None) -> None:
+    """Refuse a file that cannot be written, or that is part of an input, before the work that leads to it.
+
+    inputs: files, folders or hf:// references that the command reads; None is skipped. Raises OutputError.
+    """
     if path.is_dir():
         raise OutputError(f"{flag} {path} is a folder", fix="give the file's own name within it")
+    _check_apart(flag, path, inputs)
     check_folder(flag, path.parent)
 
 
-def check_folder(flag: str, path: Path) -> None:
-    """Refuse a folder that cannot be made or written into. Raises OutputError."""
+def check_folder(flag: str, path: Path, *inputs: Path | str | None) -> None:
+    """Refuse a folder that cannot be made or written into, or that lies in an input. Raises OutputError."""
     present = next(folder for folder in (path, *path.absolute().parents) if os.path.lexists(folder))
     if not present.is_dir():
         raise OutputError(f"{flag} {path}: {present} is no folder", fix="choose another path")
     if not os.access(present, os.W_OK | os.X_OK):
         raise OutputError(f"{flag} {path}: {present} may not be written", fix="choose another path")
+    _check_apart(flag, path, inputs)
+
+
+def _check_apart(flag: str, path: Path, inputs: tuple[Path | str | None, ...]) -> None:
+    for given in inputs:
+        if given is not None and os.path.exists(given) and path.resolve().is_relative_to(Path(given).resolve()):
+            where = "is" if path.resolve() == Path(given).resolve() else "lies within"
+            raise OutputError(f"{flag} {path} {where} {given}, which the command reads", fix="write elsewhere")

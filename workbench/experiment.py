@@ -143,9 +143,10 @@ def _check_rooms(settings: Settings) -> None:
         for arm in settings.arms.values():
             check_settings(arm.request_order, 1, model.api, model.chat_template, tokenizer, model.thinking_budget)
     if settings.serving_cost.preset != "off":
-        from workbench.bench.serve import loads_of
+        from workbench.bench.serve import check_repeats, loads_of
 
         loads_of(settings.serving_cost.preset, settings.engine.max_model_len)
+        check_repeats(settings.serving_cost.repeat, settings.serving_cost.margin)
     if "gate" in settings.stages:
         policy = read_policy(settings.gate)
         _check_named("gate: the experiment has", [*policy.gated, *policy.reported], settings.arms)

@@ -321,6 +321,11 @@ def _check(specs: Sequence[ServeSpec], loads: Sequence[ServingLoad], repeats: in
     for load in loads:
         if min(load.input_tokens, load.output_tokens, load.concurrency, load.prompts) < 1:
             raise ConfigError(f"a load of {load.name} cannot be sent", fix="use numbers of 1 or more")
+    check_repeats(repeats, margin)
+
+
+def check_repeats(repeats: int, margin: float) -> None:
+    """Raises ConfigError for repeats or a margin with which nothing can be measured."""
     if repeats < 1:
         raise ConfigError(f"{repeats} repeats", fix="1 or more; 10 for an interval that decides")
     if not 0 < margin < 1:

@@ -6,6 +6,7 @@ adjusted over the arm's tasks (Holm), since any one of them can fail it.
 
 from __future__ import annotations
 
+import difflib
 import math
 
 from workbench.gating.policy import Policy
@@ -24,6 +25,26 @@ def check_since_baseline(rules: Policy, since: Comparison, baseline_arm: str) ->
     it moved, the engine or the harness changed.
     """
     return _judge_all(rules, list(since.tasks), gated=(*rules.gated, baseline_arm), prefix="since baseline")
+
+
+def check_named(rules: Policy, comparison: Comparison) -> list[GateCheck]:
+    """A margin under a name that was not compared but is almost one that was: a slip that the default would hide."""
+    compared = sorted({row.task for row in comparison.tasks} | {row.task for row in comparison.graded})
+    folded = {task.casefold(): task for task in compared}
+    checks = []
+    for task in rules.margin_pp:
+        near = difflib.get_close_matches(task.casefold(), folded, n=1, cutoff=0.8)
+        if task not in compared and task != "default" and near and folded[near[0]] not in rules.margin_pp:
+            checks.append(
+                GateCheck(
+                    name=f"margin {task}",
+                    arm="",
+                    status=rules.weigh("inconclusive", folded[near[0]]),
+                    reason=f"margin_pp names {task}, which was not compared; {folded[near[0]]} was.",
+                    tier=rules.tier(folded[near[0]]),
+                )
+            )
+    return checks
 
 
 def _judge_all(rules: Policy, rows: list[TaskComparison], *, gated: tuple[str, ...], prefix: str) -> list[GateCheck]:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from workbench.gating.answers import check_answers, check_since_baseline
+from workbench.gating.answers import check_answers, check_named, check_since_baseline
 from workbench.gating.attribution import attribute
 from workbench.gating.evidence import check_evaluations, check_lint, check_room
 from workbench.gating.layers import Evidence
@@ -83,6 +83,7 @@ def gate(
         if comparison is not None:
             checks += check_room(rules, comparison)
             checks += check_answers(rules, comparison)
+            checks += check_named(rules, comparison)
         if since is not None:
             checks += check_since_baseline(rules, since, baseline)
     checks += check_serving(rules, baseline, servers or {}, evaluations, serving_cost)
