@@ -213,9 +213,9 @@ def small_run(folder: Path) -> Path:
     """A run folder with one small record of every stage but the evaluation's answers."""
     import pandas
 
-    record = {field.name: math.nan if field.type == "float" else "" for field in dataclasses.fields(TensorRecord)}
+    empty = {"float": math.nan, "int": 0, "bool": False}
+    record = {field.name: empty.get(str(field.type), "") for field in dataclasses.fields(TensorRecord)}
     row = record | {"name": "a.weight", "source_arm": "source", "first_arm": "nvfp4", "second_arm": "requant"}
-    row |= {name: 0 for name in ("layer", "expert", "rows", "columns")} | {"shared_expert": False}
     folder.mkdir()
     pandas.DataFrame([row]).to_parquet(folder / "tensors.parquet")
     records.write_text(folder / "config.yaml", "name: small\narms: {source: {}, nvfp4: {}, requant: {}}\n")
