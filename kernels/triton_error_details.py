@@ -64,7 +64,8 @@ def error_details(
 @torch.library.custom_op("workbench_kernels::error_details", mutates_args=())
 def _error_details(w: Tensor, packed: Tensor, scales: Tensor, global_scale: Tensor, rule: str) -> Tensor:
     blocks = w.numel() // MXFP4_BLOCK
-    programs = triton.cdiv(blocks, _ROWS * _TILES)
+    tiles = min(_TILES, triton.next_power_of_2(triton.cdiv(blocks, _ROWS)))
+    programs = triton.cdiv(blocks, _ROWS * max(tiles, 1))
     partial = torch.empty((programs, _MEASURED), dtype=torch.float64, device=w.device)
     g, per_global = global_per_block(global_scale, scales.shape)
     if blocks:
@@ -79,7 +80,7 @@ def _error_details(w: Tensor, packed: Tensor, scales: Tensor, global_scale: Tens
             RULE=rule,
             ONE_GLOBAL=per_global == 0,
             ROWS=_ROWS,
-            TILES=_TILES,
+            TILES=tiles,
             num_warps=4,
         )
     return partial.sum(0)

@@ -60,7 +60,8 @@ def error_sums(
 def _error_sums(w: Tensor, packed: Tensor, scales: Tensor, global_scale: Tensor, rule: str) -> Tensor:
     words = w.dtype == torch.bfloat16
     blocks, rows = w.numel() // MXFP4_BLOCK, _ROWS if words else _TILE // MXFP4_BLOCK
-    programs = triton.cdiv(blocks, rows * _TILES)
+    tiles = min(_TILES, triton.next_power_of_2(triton.cdiv(blocks, rows)))
+    programs = triton.cdiv(blocks, rows * max(tiles, 1))
     partial = torch.empty((programs, _MEASURED), dtype=torch.float64, device=w.device)
     sums = torch.empty((len(SUMS),), dtype=torch.float64, device=w.device)
     if blocks and words:
@@ -82,9 +83,9 @@ def _error_sums(w: Tensor, packed: Tensor, scales: Tensor, global_scale: Tensor,
             ONE_GLOBAL=per_global == 0,
             TABLED=tabled,
             PACKED=has_packed_bfloat16(w.device),
-            WHOLE=blocks % (rows * _TILES) == 0,
+            WHOLE=blocks % (rows * tiles) == 0,
             ROWS=rows,
-            TILES=_TILES,
+            TILES=tiles,
             num_warps=4,
         )
     elif blocks:
@@ -100,7 +101,7 @@ def _error_sums(w: Tensor, packed: Tensor, scales: Tensor, global_scale: Tensor,
             RULE=rule,
             ONE_GLOBAL=per_global == 0,
             ROWS=rows,
-            TILES=_TILES,
+            TILES=tiles,
             num_warps=4,
         )
     _finish_kernel[(1,)](partial, sums, programs, PARTS=512, num_warps=8)
