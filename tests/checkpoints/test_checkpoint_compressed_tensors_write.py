@@ -432,6 +432,8 @@ def test_stock_vllm_serves_our_int4_as_its_decoded_weights(tmp_path):
     quiet = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     command = [sys.executable, "-c", SERVE, str(path), str(tmp_path / "served.pt")]
     done = subprocess.run(command, env=os.environ | quiet, capture_output=True, text=True, timeout=300)
+    if "object has no attribute 'cpu_gemm_wna16'" in done.stderr:
+        pytest.skip("vLLM's build for this CPU has no product of INT4 weights (cpu_gemm_wna16)")
     assert done.returncode == 0, done.stderr[-2000:]
     served = torch.load(tmp_path / "served.pt", weights_only=True)
     with open_checkpoint(path) as checkpoint:
