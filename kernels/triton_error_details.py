@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .tables import MXFP4_BLOCK, MXFP4_RULES, NVFP4_BLOCK, ScaleRule
+from .tables import MXFP4_BLOCK, ScaleRule
 from .triton_elements import (
     divide,
     divisor,
@@ -28,8 +28,8 @@ from .triton_elements import (
     larger,
     largest_magnitude,
 )
-from .triton_errors import SUMS
-from .triton_launch import bytes_of, check_scales, flat_values, global_per_block, scale_shape, tile
+from .triton_errors import SUMS, checked_rule
+from .triton_launch import bytes_of, flat_values, global_per_block, tile
 from .triton_quantize import eight_values
 from .triton_scales import mxfp4_scale_bytes
 
@@ -49,13 +49,8 @@ def error_details(
     packed, scales, global_scale: w in NVFP4. rule: of MXFP4: floor, even, rceil or ceil. Raises ValueError for another
     rule, for shapes that do not fit, or for a K that is not a multiple of 32.
     """
-    rule = ScaleRule(rule)
-    if rule not in MXFP4_RULES:
-        raise ValueError(f"no fused error pass under {rule.value!r}; choose one of: {', '.join(MXFP4_RULES)}")
-    scale_shape(w.shape, MXFP4_BLOCK)
-    if check_scales(packed, scales, NVFP4_BLOCK) != w.shape:
-        raise ValueError(f"codes {tuple(packed.shape)} are not those of weights {tuple(w.shape)}")
-    found = torch.ops.workbench_kernels.error_details(w, packed, scales.view(torch.uint8), global_scale, rule.value)
+    name = checked_rule(w, packed, scales, rule)
+    found = torch.ops.workbench_kernels.error_details(w, packed, scales.view(torch.uint8), global_scale, name)
     w_w, e1_e1, e2_e2, w_e1, w_e2, e1_e2, direct, *rest = found.unbind()
     e_e = e1_e1 + 2 * e1_e2 + e2_e2
     return torch.stack((w_w, e1_e1, e2_e2, e_e, w_e1, w_e2, e1_e2, w_w + w_e1 + w_e2, direct, *rest))

@@ -47,13 +47,19 @@ def error_sums(
     packed, scales, global_scale: w in NVFP4. rule: of MXFP4: floor, even, rceil or ceil. Raises ValueError for another
     rule, for shapes that do not fit, or for a K that is not a multiple of 32.
     """
+    name = checked_rule(w, packed, scales, rule)
+    return torch.ops.workbench_kernels.error_sums(w, packed, scales.view(torch.uint8), global_scale, name)
+
+
+def checked_rule(w: Tensor, packed: Tensor, scales: Tensor, rule: ScaleRule | str) -> str:
+    """The rule's name; raises ValueError for what `error_sums` refuses."""
     rule = ScaleRule(rule)
     if rule not in MXFP4_RULES:
         raise ValueError(f"no fused error pass under {rule.value!r}; choose one of: {', '.join(MXFP4_RULES)}")
     scale_shape(w.shape, MXFP4_BLOCK)
     if check_scales(packed, scales, NVFP4_BLOCK) != w.shape:
         raise ValueError(f"codes {tuple(packed.shape)} are not those of weights {tuple(w.shape)}")
-    return torch.ops.workbench_kernels.error_sums(w, packed, scales.view(torch.uint8), global_scale, rule.value)
+    return rule.value
 
 
 @torch.library.custom_op("workbench_kernels::error_sums", mutates_args=())

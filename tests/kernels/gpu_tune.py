@@ -9,7 +9,6 @@ before it is timed. Kernels compile in several processes first, into the cache t
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import itertools
 import json
 import multiprocessing
@@ -17,38 +16,17 @@ import os
 import statistics
 import sys
 import time
-import types
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import from_source
 import torch
 import triton
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def _kernels_from_source() -> None:
-    """`workbench.kernels` from this checkout where the workbench is not installed."""
-    if importlib.util.find_spec("workbench") is not None and importlib.util.find_spec("workbench.kernels") is not None:
-        return
-    package = types.ModuleType("workbench")
-    package.__path__ = [str(ROOT / "workbench")]
-    sys.modules["workbench"] = package
-    location = ROOT / "kernels"
-    spec = importlib.util.spec_from_file_location(
-        "workbench.kernels", location / "__init__.py", submodule_search_locations=[str(location)]
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["workbench.kernels"] = module
-    spec.loader.exec_module(module)
-
-
-_kernels_from_source()
+from_source.make_importable()
 from workbench.kernels import triton_configs  # noqa: E402
 from workbench.kernels import triton_dequantize as deq  # noqa: E402
 from workbench.kernels import triton_gemm as gemm  # noqa: E402
