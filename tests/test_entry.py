@@ -260,7 +260,7 @@ def test_a_policy_that_is_no_ordinary_file_is_named(
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["lint", "{model}", "--json", "{model}/config.json"], "lies within the checkpoint"),
+        (["lint", "{model}", "--json", "{model}/config.json"], "lies within {model}, which the command reads"),
         (["lint", "{model}", "--json", "/dev/full"], "no regular file"),
         (["lint", "{model}", "--tensor-parallel", "0"], "tensor-parallel size 0"),
         (
@@ -316,7 +316,7 @@ def test_a_value_that_cannot_be_is_named_and_nothing_is_touched(
     before = (model_path() / "config.json").read_bytes()
     assert cli.main([a.format(model=model_path(), folder=tmp_path) for a in arguments]) == 3
     message = capsys.readouterr().err
-    assert named in message
+    assert named.format(model=model_path()) in message
     assert "fix:" in message
     assert "Traceback" not in message
     assert (model_path() / "config.json").read_bytes() == before

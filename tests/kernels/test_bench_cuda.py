@@ -73,6 +73,7 @@ def test_every_stream_runs_and_carries_its_bar() -> None:
         "mxfp4 activation (4.00 B)",
         "nvfp4 to mxfp4 (1.09 B)",
         "error sums (2.56 B)",
+        "error sums, moments, attributions (2.56 B)",
     }
     bars = {case: row.figures["of copy"].needed for case, row in rows.items()}
     assert [case for case, bar in bars.items() if bar is None] == [
@@ -81,6 +82,7 @@ def test_every_stream_runs_and_carries_its_bar() -> None:
         "mxfp4 quantize mse (2.53 B)",
     ]
     assert (bars["nvfp4 to mxfp4 (1.09 B)"], bars["error sums (2.56 B)"]) == (0.7, 0.6)
+    assert bars["error sums, moments, attributions (2.56 B)"] == 0.3
     assert rows["mxfp4 activation (4.00 B)"].figures["of copy"].value == pytest.approx(4 * 32 / 1e-6 / 4e12)
     two_steps = rows["nvfp4 to mxfp4 (1.09 B)"].figures["x by way of bf16"]
     assert (two_steps.value, two_steps.needed, two_steps.met) == (1.0, 3.5, False)

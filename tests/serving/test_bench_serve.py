@@ -281,7 +281,9 @@ def test_the_command_writes_the_record_and_prints_the_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     FakeServers(monkeypatch, slow=("b",))
-    arms = ["--arm", f"a={tmp_path},backend=reference", "--arm", f"b={tmp_path},backend=requant,format=mxfp4"]
+    model = tmp_path / "model"
+    model.mkdir()
+    arms = ["--arm", f"a={model},backend=reference", "--arm", f"b={model},backend=requant,format=mxfp4"]
     load = ["--input", "8", "--output", "4", "--concurrency", "2", "--prompts", "5"]
     assert cli.main(["bench", "serve", *arms, *load, "--repeat", "2", "--out", str(tmp_path / "run")]) == 0
     cost = from_json(ServingCost, (tmp_path / "run" / "serving_cost.json").read_text())
