@@ -21,7 +21,9 @@ from workbench.checkpoints.open import open_checkpoint
 from workbench.gating import gate
 from workbench.records import (
     ArtefactPanel,
+    Bounded,
     Comparison,
+    Divergence,
     Evaluation,
     Flip,
     LengthDrift,
@@ -87,6 +89,7 @@ def make_sample_run(run_dir: Path) -> None:
     comparison = _compare(run_dir, evaluations)
     lint = _write_lint(run_dir, paths)
     _write_servers(run_dir, paths)
+    _write_divergence(run_dir)
     policy = {
         "name": "smoke",
         "note": "Smoke policy: few items and a 10 pp margin per task. It catches a broken arm, not a small loss.",
@@ -278,6 +281,25 @@ def _write_servers(run_dir: Path, paths: dict[str, Path]) -> None:
             command=("vllm", "serve", f"checkpoints/{name}", "--load-format", "workbench", "--port", "8001"),
         )  # fmt: skip
         records.write_json(run_dir / "server" / f"{arm}.json", record)
+
+
+def _write_divergence(run_dir: Path) -> None:
+    """As `workbench kld --json` writes it."""
+    bounds = [(0.0123, 0.0207), (0.0031, 0.0052), (0.141, 0.263), (0.527, 0.914)]
+    mean, median, p99, p999 = (
+        Bounded(
+            lower=low, upper=high, lower_ci_low=0.9 * low, lower_ci_high=1.1 * low, upper_ci_low=0.9 * high,
+            upper_ci_high=1.1 * high,
+        )
+        for low, high in bounds
+    )  # fmt: skip
+    record = Divergence(
+        reference="source", arm="nvfp4", k=20, windows=32, positions=16352, mean=mean, median=median, p99=p99,
+        p999=p999, floor_nats=103.28, tail_mass_reference=0.011, tail_mass_arm=0.012, same_top1=0.9614,
+        same_top1_low=0.957, same_top1_high=0.9655, delta_p_mean_pp=-0.214, delta_p_mean_low_pp=-0.301,
+        delta_p_mean_high_pp=-0.127, text_fingerprint="5be1f00d22c3", seconds=61.0,
+    )  # fmt: skip
+    records.write_json(run_dir / "eval" / "nvfp4" / "kld.json", record)
 
 
 def _write_manifest(run_dir: Path, paths: dict[str, Path]) -> None:

@@ -1,64 +1,84 @@
-"""`build_report(run_dir)`: report.html (one self-contained file) and summary.md from the records in a run folder.
+"""`build_report(run_dir)`: report.html, summary.md, report.json and flips.jsonl from the records in a run folder.
 
     path = build_report(Path("reports/kimi_requant/2026-10-01_12-00-00"))
 
-Everything shown is read from the run folder's files; a stage that did not run says so. The page needs no network and no
-script (its Content-Security-Policy forbids both), answers of models are escaped, and it stays below 1 MB: where a run
-has very many flipped answers or matrices, fewer are printed: flips are counted, heat map cells joined.
+Everything shown is read from the run folder's files; a stage that did not run says so. report.html is one file that
+needs no network: its Content-Security-Policy allows one script, by its hash, and what matters shows without it. Texts
+of models, prompts and checkpoints are escaped. The page stays below 1 MB (2 MB where a run has more than 20,000
+matrices): where it would not, fewer flips and figures are printed; the files beside it hold all of them.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
+import functools
+import hashlib
+import json
+from importlib.resources import files as package_files
 from pathlib import Path
 from typing import Any
 
 import jinja2
+from markupsafe import Markup
 
 from workbench.errors import ConfigError
 from workbench.records import write_text
 
-from .context import make_context
+from .as_json import flip_lines, report_json
+from .context import DETAILS, make_context
 from .load import RunFiles, load_run
-from .text import FILTERS, interval
+from .text import FILTERS, clip, interval, visible
+from .weights import Drawings
 
 LIMIT_BYTES = 1_000_000
-_DETAIL = ((30, 4000), (10, 2500), (3, 1200), (0, 400))  # flips per task and direction, heat map cells: first to fit
+LARGE_LIMIT_BYTES = 2_000_000
+LARGE_MATRICES = 20_000
+SCRIPTS = ("page.js", "tensors.js", "heatmap.js")
+LONGEST_TEXT = 32_000  # characters of one text: more is no reading matter, and it must not fill the page
 
 _PARTS = {  # file: RunFiles' attribute
-    "analysis.json": "analysis", "gemm.parquet": "gemm", "tensors.parquet": "tensors", "verdict.json": "verdict",
-    "comparison.json": "comparison", "lint": "lint", "server": "servers", "eval": "evaluations",
-    "manifest.json": "manifest", "serving_cost.json": "serving_cost",
+    "analysis.json": "analysis", "gemm.parquet": "gemm", "tensors.parquet": "tensors", "pooled.parquet": "pooled",
+    "fused.parquet": "fused", "verdict.json": "verdict", "comparison.json": "comparison", "lint": "lint",
+    "server": "servers", "eval": "evaluations", "manifest.json": "manifest", "serving_cost.json": "serving_cost",
 }  # fmt: skip
 _BY_ARM = ("lint", "servers", "evaluations")
 _MISFIT = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, jinja2.TemplateError)
 
 
 def build_report(run_dir: Path, *, strict: bool = False) -> Path:
-    """Write report.html and summary.md into `run_dir` and return the former's path.
+    """Write report.html, summary.md, report.json and (with a comparison) flips.jsonl; return the page's path.
 
     Raises ConfigError when `run_dir` is no run folder (nothing is written then), OutputError. Files that cannot be
-    read, or whose contents do not fit together, are left out and named on both pages; strict: OutputError names them
+    read, or whose contents do not fit together, are left out and named on the pages; strict: OutputError names them
     as well, once the pages are written.
     """
     if not str(run_dir):
         raise ConfigError("'' is no run folder", fix="give the folder that a run printed")
     run_dir = Path(run_dir)
-    html, summary, files = _render_readable(load_run(run_dir))
-    target = run_dir / "report.html"
-    write_text(run_dir / "summary.md", summary)
-    write_text(target, html)
+    pages, files = _render_readable(load_run(run_dir))
+    for name, text in pages.items():
+        write_text(run_dir / name, text)
     if strict:
         files.refuse_damaged()
-    return target
+    return run_dir / "report.html"
 
 
-def _render_readable(files: RunFiles) -> tuple[str, str, RunFiles]:
-    """Both pages, and the files shown. A file that reads well but holds something else is found by leaving files
+def content_policy(script: str) -> str:
+    """The Content-Security-Policy of a page whose only script is `script`: no network, nothing else runs."""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _render_readable(files: RunFiles) -> tuple[dict[str, str], RunFiles]:
+    """The pages by name, and the files shown. A file that reads well but holds something else is found by leaving files
     out."""
     try:
-        return *_render_pages(files), files
+        return _render_pages(files), files
     except _MISFIT as error:
         present = [name for name, attribute in _PARTS.items() if _is_there(getattr(files, attribute))]
         for left_out in [*([name] for name in present), *(present[:n] for n in range(2, len(present) + 1))]:
@@ -66,7 +86,7 @@ def _render_readable(files: RunFiles) -> tuple[str, str, RunFiles]:
             changes: dict[str, Any] = {_PARTS[name]: {} if _PARTS[name] in _BY_ARM else None for name in left_out}
             with contextlib.suppress(*_MISFIT):
                 fewer = dataclasses.replace(files, problems=[*files.problems, *problems], **changes)
-                return *_render_pages(fewer), fewer
+                return _render_pages(fewer), fewer
         raise
 
 
@@ -74,24 +94,58 @@ def _is_there(part: Any) -> bool:
     return part is not None and not (isinstance(part, dict) and not part)
 
 
-def _render_pages(files: RunFiles) -> tuple[str, str]:
-    """report.html, in as much detail as fits, and summary.md."""
-    for flips, cells in _DETAIL:
-        context = make_context(files, flips=flips, cells=cells)
-        html = _render("report.html", context)
-        if len(html.encode()) < LIMIT_BYTES:
+def _render_pages(files: RunFiles) -> dict[str, str]:
+    """Every page by file name; report.html in as much detail as fits."""
+    drawings = Drawings()
+    matrices = 0 if files.tensors is None else len(files.tensors)
+    limit = LARGE_LIMIT_BYTES if matrices > LARGE_MATRICES else LIMIT_BYTES
+    script = read_script(*SCRIPTS)
+    for detail in DETAILS:
+        context = make_context(files, detail=detail, drawings=drawings)
+        tables = [section["table"] for section in context["pairs"]]
+        page = context | {
+            "script": Markup(script), "policy": Markup(content_policy(script)), "tables": Markup(as_data(tables)),
+        }  # fmt: skip
+        html = _environment(True).get_template("report.html").render(page)
+        if len(html.encode(errors="backslashreplace")) < limit:
             break
-    return html, _render("summary.md", context)
+    pages = {
+        "summary.md": _environment(False).get_template("summary.md").render(context),
+        "report.json": report_json(context),
+    }
+    if files.comparison is not None:
+        pages["flips.jsonl"] = flip_lines(files.comparison.tasks)
+    return pages | {"report.html": html}
 
 
-def _render(name: str, context: dict[str, Any]) -> str:
+def as_data(value: Any) -> str:
+    """JSON that is safe inside a <script> element: no text of it can close the element or open another."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def read_script(*names: str) -> str:
+    """Scripts of templates/ as one, each in a scope of its own."""
+    folder = package_files("workbench.reporting") / "templates"
+    return "\n".join((folder / name).read_text(encoding="utf-8") for name in names)
+
+
+@functools.cache
+def _environment(html: bool) -> jinja2.Environment:
+    """The templates, compiled once a process."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("workbench.reporting"),
-        autoescape=name.endswith(".html"),
+        autoescape=html,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        finalize=_readable,
     )
     environment.filters.update(FILTERS)
     environment.globals["interval"] = interval
-    return environment.get_template(name).render(context)
+    return environment
+
+
+def _readable(value: Any) -> Any:
+    """Any text that a template prints: of bounded length, nothing hidden in it."""
+    return visible(clip(value, LONGEST_TEXT)) if type(value) is str else value

@@ -9,12 +9,13 @@ from __future__ import annotations
 import io
 import math
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .text import real
+from .text import clip, real, visible
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -23,14 +24,15 @@ if TYPE_CHECKING:
 
     from workbench.records import TaskScore
 
-_INK, _MUTED = "#010203", "#040506"  # replaced by var(--ink) and var(--muted)
-_ARMS = ("#4f86c6", "#ee6677", "#228833", "#b8860b", "#66ccee", "#aa3377", "#888888")  # readable on light and dark
-_MAX_POINTS = 600
+INK, MUTED = "#010203", "#040506"  # replaced by var(--ink) and var(--muted)
+ARM_COLORS = ("#4f86c6", "#ee6677", "#228833", "#b8860b", "#66ccee", "#aa3377", "#888888")  # readable on light and dark
+MAX_POINTS = 400
+_LONGEST_LABEL = 60  # characters of a name in a figure
 
 
 def arm_colors(arms: Sequence[str]) -> dict[str, str]:
     """A colour per arm, the same in every figure."""
-    return {arm: _ARMS[i % len(_ARMS)] for i, arm in enumerate(arms)}
+    return {arm: ARM_COLORS[i % len(ARM_COLORS)] for i, arm in enumerate(arms)}
 
 
 def draw_scores(scores: Sequence[TaskScore], colors: Mapping[str, str]) -> str:
@@ -40,7 +42,7 @@ def draw_scores(scores: Sequence[TaskScore], colors: Mapping[str, str]) -> str:
     if not groups:
         return ""
     height = 0.55 + sum(0.2 * len(arms) + 0.3 for _ in groups)
-    figure, axes = _figure(7.4, height)
+    figure, axes = new_figure(7.4, height)
     y, ticks = 0.0, []
     for task, name in groups:
         start = y
@@ -52,14 +54,14 @@ def draw_scores(scores: Sequence[TaskScore], colors: Mapping[str, str]) -> str:
                     color=colors[arm],
                 )  # fmt: skip
             y += 1.0
-        ticks.append(((start + y - 1.0) / 2, f"{task}\n{name}"))
+        ticks.append(((start + y - 1.0) / 2, as_label(f"{task}\n{name}")))
         y += 1.2
     axes.set_yticks([t for t, _ in ticks], [label for _, label in ticks])
     axes.invert_yaxis()
     axes.set_xlabel("score in %, 95 % Wilson interval")
-    axes.grid(axis="x", color=_MUTED, alpha=0.25, lw=0.6)
+    axes.grid(axis="x", color=MUTED, alpha=0.25, lw=0.6)
     _legend(axes, {arm: colors[arm] for arm in arms}, marker="o")
-    return _svg(figure, "Scores of every arm with 95 % intervals", "scores")
+    return to_svg(figure, "Scores of every arm with 95 % intervals", "scores")
 
 
 def draw_density(density: Mapping[str, Any] | None, label: str) -> str:
@@ -68,17 +70,17 @@ def draw_density(density: Mapping[str, Any] | None, label: str) -> str:
     if counts.sum() == 0:
         return ""
     limit = real((density or {})["limit"])
-    figure, axes = _figure(3.5, 3.3)
+    figure, axes = new_figure(3.5, 3.3)
     shade = np.sqrt(counts.T / np.quantile(counts, 0.995)).clip(0, 1)
     image = np.zeros((*shade.shape, 4))
     image[..., :3] = (0x4F / 255, 0x86 / 255, 0xC6 / 255)
     image[..., 3] = shade
     axes.imshow(image, origin="lower", extent=(-limit, limit, -limit, limit), interpolation="nearest")
-    axes.axhline(0, color=_MUTED, lw=0.6)
-    axes.axvline(0, color=_MUTED, lw=0.6)
+    axes.axhline(0, color=MUTED, lw=0.6)
+    axes.axvline(0, color=MUTED, lw=0.6)
     axes.set_xlabel("e1 / rms(e1)")
     axes.set_ylabel("e2 / rms(e2)")
-    return _svg(figure, f"Joint density of the first and second error, {label}", "density")
+    return to_svg(figure, f"Joint density of the first and second error, {label}", "density")
 
 
 def draw_correlations(frame: pd.DataFrame, label: str) -> str:
@@ -86,31 +88,32 @@ def draw_correlations(frame: pd.DataFrame, label: str) -> str:
     values = _finite(frame["corr_e1_e2"])
     if not len(values):
         return ""
-    figure, axes = _figure(3.5, 3.3)
+    figure, axes = new_figure(3.5, 3.3)
     bins = min(40, max(8, math.ceil(math.sqrt(len(values)))))
-    axes.hist(values, bins=bins, color=_ARMS[0], alpha=0.85)
-    axes.axvline(0, color=_INK, lw=0.8)
-    axes.axvline(float(np.mean(values)), color=_ARMS[1], lw=1.4, ls="--")
+    axes.hist(values, bins=bins, color=ARM_COLORS[0], alpha=0.85)
+    axes.axvline(0, color=INK, lw=0.8)
+    axes.axvline(float(np.mean(values)), color=ARM_COLORS[1], lw=1.4, ls="--")
     axes.locator_params(axis="x", nbins=5)
     axes.set_xlabel("corr(e1, e2)")
     axes.set_ylabel("matrices")
-    return _svg(figure, f"Histogram of the correlation of e1 and e2, {label}", "corr")
+    return to_svg(figure, f"Histogram of the correlation of e1 and e2, {label}", "corr")
 
 
 def draw_phase(frame: pd.DataFrame, label: str) -> str:
-    """corr(e1, e2) of each matrix against the octave phase of the first format's global scale."""
-    rows = frame[(frame["first_global_scale"] > 0) & frame["corr_e1_e2"].notna()]
+    """corr(e1, e2) and the SQNR after both against the octave phase of the first format's global scale."""
+    rows = frame[np.isfinite(frame["scale_phase"]) & frame["corr_e1_e2"].notna()]
     if not len(rows):
         return ""
-    rows = rows.iloc[:: math.ceil(len(rows) / _MAX_POINTS)]
-    phase = np.log2(rows["first_global_scale"].to_numpy(np.float64)) % 1.0
-    figure, axes = _figure(3.5, 3.3)
-    axes.scatter(phase, rows["corr_e1_e2"], s=9, color=_ARMS[0], alpha=0.75, lw=0)
-    axes.axhline(0, color=_INK, lw=0.8)
-    axes.set_xlim(0, 1)
-    axes.set_xlabel("frac(log2(global scale))")
-    axes.set_ylabel("corr(e1, e2)")
-    return _svg(figure, f"Correlation of e1 and e2 against the global scale's phase, {label}", "phase")
+    rows = rows.iloc[:: math.ceil(len(rows) / MAX_POINTS)]
+    figure, grid = new_figure(7.4, 2.9, columns=2, sharey=False)
+    for axes, column, color in zip(grid, ("corr_e1_e2", "sqnr_total_db"), ARM_COLORS, strict=False):
+        axes.scatter(rows["scale_phase"], rows[column], s=9, color=color, alpha=0.75, lw=0)
+        axes.set_xlim(0, 1)
+        axes.set_xlabel("scale phase: fractional part of log2(global scale)")
+    grid[0].axhline(0, color=INK, lw=0.8)
+    grid[0].set_ylabel("corr(e1, e2)")
+    grid[1].set_ylabel("SQNR after both, dB")
+    return to_svg(figure, f"Correlation of e1 and e2, and SQNR, against the global scale's phase, {label}", "phase")
 
 
 def draw_gemm(frame: pd.DataFrame, arms: Sequence[str]) -> str:
@@ -119,8 +122,8 @@ def draw_gemm(frame: pd.DataFrame, arms: Sequence[str]) -> str:
     arms = [arm for arm in arms if (frame["arm"] == arm).any()]
     if not arms:
         return ""
-    figure, grid = _figure(1.2 + 2.3 * len(arms), 2.9, columns=len(arms))
-    kinds = {"weight": (_ARMS[0], "o"), "both": (_ARMS[1], "s")}
+    figure, grid = new_figure(1.2 + 2.3 * len(arms), 2.9, columns=len(arms))
+    kinds = {"weight": (ARM_COLORS[0], "o"), "both": (ARM_COLORS[1], "s")}
     for axes, arm in zip(grid, arms, strict=True):
         rows = frame[frame["arm"] == arm]
         for kind, (color, marker) in kinds.items():
@@ -129,42 +132,51 @@ def draw_gemm(frame: pd.DataFrame, arms: Sequence[str]) -> str:
             axes.plot(stats.index, stats["mean"], color=color, marker=marker, ms=3.5, lw=1.3)
         weights = rows[rows["kind"] == "weight"]
         weights = weights[np.isfinite(weights["weight_sqnr_db"])].groupby("layer")["weight_sqnr_db"].mean()
-        axes.plot(weights.index, weights, color=_INK, lw=1.0, ls="--")
-        axes.set_title(arm, fontsize=9, color=_INK)
+        axes.plot(weights.index, weights, color=INK, lw=1.0, ls="--")
+        axes.set_title(as_label(arm), fontsize=9, color=INK)
         axes.set_xlabel("layer")
         axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.grid(axis="y", color=_MUTED, alpha=0.25, lw=0.6)
+        axes.grid(axis="y", color=MUTED, alpha=0.25, lw=0.6)
     grid[0].set_ylabel("SQNR, dB")
-    names = {"weights rounded": _ARMS[0], "weights and activations": _ARMS[1], "the weights' own SQNR": _INK}
+    names = {"weights rounded": ARM_COLORS[0], "weights and activations": ARM_COLORS[1], "the weights' own SQNR": INK}
     figure.legend(
-        handles=[_handle(color, "--" if color == _INK else "-") for color in names.values()],
-        labels=list(names), loc="outside upper center", ncols=3, frameon=False, fontsize=8, labelcolor=_INK,
+        handles=[new_handle(color, "--" if color == INK else "-") for color in names.values()],
+        labels=list(names), loc="outside upper center", ncols=3, frameon=False, fontsize=8, labelcolor=INK,
     )  # fmt: skip
-    return _svg(figure, "Output SQNR of the matrix products by layer", "gemm")
+    return to_svg(figure, "Output SQNR of the matrix products by layer", "gemm")
 
 
 # ---- matplotlib ------------------------------------------------------------------------------------------------------
 
 
-def _figure(width: float, height: float, columns: int = 0) -> tuple[Any, Any]:
-    """A figure and its axes (a list of axes sharing y where `columns` is given), in the page's colours."""
+def new_figure(width: float, height: float, columns: int = 0, rows: int = 1, sharey: bool = True) -> tuple[Any, Any]:
+    """A figure and its axes (a list of axes where `columns` is given), in the page's colours.
+
+    width, height: inches.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
     figure.patch.set_alpha(0)
-    grid = figure.subplots(1, max(1, columns), sharey=True, squeeze=False)[0]
+    grid = figure.subplots(rows, max(1, columns), sharey=sharey, squeeze=False).ravel()
     for axes in grid:
         axes.patch.set_alpha(0)
-        axes.tick_params(colors=_INK, labelsize=8)
-        axes.xaxis.label.set(color=_INK, size=8.5)
-        axes.yaxis.label.set(color=_INK, size=8.5)
+        axes.tick_params(colors=INK, labelsize=8)
+        axes.xaxis.label.set(color=INK, size=8.5)
+        axes.yaxis.label.set(color=INK, size=8.5)
         for side, spine in axes.spines.items():
-            spine.set_color(_MUTED)
+            spine.set_color(MUTED)
             spine.set_visible(side in ("left", "bottom"))
     return figure, list(grid) if columns else grid[0]
 
 
-def _handle(color: str, style: str = "-", marker: str = "") -> Any:
+def as_label(name: str) -> str:
+    """A name of an arm, a task or a projection as text of a figure: short, nothing hidden in it, no formula."""
+    return "\n".join(visible(clip(line, _LONGEST_LABEL)) for line in name.split("\n")).replace("$", "\\$")
+
+
+def new_handle(color: str, style: str = "-", marker: str = "") -> Any:
+    """A legend's line or marker."""
     from matplotlib.lines import Line2D
 
     return Line2D([], [], color=color, ls="" if marker else style, marker=marker, ms=4)
@@ -172,30 +184,48 @@ def _handle(color: str, style: str = "-", marker: str = "") -> Any:
 
 def _legend(axes: Axes, colors: Mapping[str, str], marker: str) -> None:
     axes.legend(
-        handles=[_handle(color, marker=marker) for color in colors.values()], labels=list(colors), frameon=False,
-        fontsize=8, labelcolor=_INK, loc="upper left", bbox_to_anchor=(1.0, 1.0),
+        handles=[new_handle(color, marker=marker) for color in colors.values()],
+        labels=[as_label(name) for name in colors], frameon=False, fontsize=8, labelcolor=INK, loc="upper left",
+        bbox_to_anchor=(1.0, 1.0),
     )  # fmt: skip
 
 
-def _svg(figure: Figure, title: str, salt: str) -> str:
+def to_svg(figure: Figure, title: str, salt: str) -> str:
     """The figure as an <svg> element: themed, titled, scaled by its box, without a date."""
     import matplotlib
     from markupsafe import escape
 
     settings = {"svg.fonttype": "none", "svg.hashsalt": salt, "font.family": "sans-serif"}
     buffer = io.StringIO()
-    with matplotlib.rc_context(settings):
+    with matplotlib.rc_context(settings), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # the browser has the fonts
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     width = float(re.search(r'width="([\d.]+)pt"', svg).group(1))  # type: ignore[union-attr]
     svg = re.sub(r' (?:width|height)="[\d.]+pt"', "", svg, count=2)
-    svg = svg.replace(_INK, "var(--ink)").replace(_MUTED, "var(--muted)")
+    svg = svg.replace(INK, "var(--ink)").replace(MUTED, "var(--muted)")
     svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font: \1px var(--sans)", svg)
+    svg = re.sub(r"font-family: [^;\"]*", "font-family: var(--sans)", svg)
     svg = svg.replace("<svg ", f'<svg role="img" style="max-width:{width * 4 / 3:.0f}px" ', 1)
-    svg = re.sub(r"(<svg [^>]*>)", lambda m: f"{m.group(1)}<title>{escape(title)}</title>", svg, count=1)
-    return _unique_ids(svg, salt)
+    svg = re.sub(r"(<svg [^>]*>)", lambda m: f"{m.group(1)}<title>{escape(visible(title))}</title>", svg, count=1)
+    return _shorten(_unique_ids(svg, salt))
+
+
+def _shorten(svg: str) -> str:
+    """The same figure in a third of the text: coordinates to a tenth of a point, a style once for a run of markers."""
+    svg = re.sub(r">\s+<", "><", svg).replace("xlink:href=", "href=")
+    svg = re.sub(r"<!--.*?-->", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<[^>]+>", lambda tag: re.sub(r"\d+\.\d{2,}", _rounded, tag.group()), svg)
+    marker = r'<use href="[^"]+" x="[^"]+" y="[^"]+"(?P<style> style="[^"]+")/>'
+    run = re.compile(rf"{marker}(?:<use [^>]*(?P=style)/>)+")
+    return run.sub(lambda m: f"<g{m['style']}>{m.group().replace(m['style'], '')}</g>", svg)
+
+
+def _rounded(found: re.Match[str]) -> str:
+    value = float(found.group())
+    return f"{value:.1f}".removesuffix(".0") if value >= 2 else f"{value:.3f}".rstrip("0").removesuffix(".")
 
 
 def _unique_ids(svg: str, prefix: str) -> str:

@@ -19,6 +19,7 @@ from workbench.errors import ConfigError, OutputError
 from workbench.records import (
     SCHEMA_VERSION,
     Comparison,
+    Divergence,
     Evaluation,
     GemmRecord,
     LintReport,
@@ -40,6 +41,7 @@ T = TypeVar("T")
 STAGE_OF = {  # a file, or a folder of files: the stage that writes it
     "lint": "lint",
     "analysis.json": "analyze", "tensors.parquet": "analyze", "gemm.parquet": "analyze", "equality": "analyze",
+    "pooled.parquet": "analyze", "fused.parquet": "analyze",
     "server": "evaluate", "serving_cost.json": "evaluate", "eval": "evaluate",
     "comparison.json": "compare", "verdict.json": "gate",
 }  # fmt: skip
@@ -47,6 +49,16 @@ _MARKS = (
     "config.yaml", "manifest.json", "verdict.json", "comparison.json", "analysis.json", "tensors.parquet",
     "gemm.parquet", "serving_cost.json", "eval", "lint/*.json", "server/*.json",
 )  # fmt: skip
+_PAIR = {"first_arm": str, "second_arm": str, "second_rule": str}
+POOLED = _PAIR | {
+    "level": str, "layer": int, "expert": int, "projection": str, "shared_expert": bool, "matrices": int,
+    **{f"sqnr_{what}_db": float for what in ("first", "total", "direct")}, "power_e1": float, "power_e2": float,
+    **{f"{arm}_error_{cause}": float for arm in ("first", "second")
+       for cause in ("scale", "element", "saturation", "underflow")},
+}  # fmt: skip
+FUSED = _PAIR | {
+    "group": str, "name": str, "sqnr_first_db": float, "sqnr_merged_largest_db": float, "sqnr_merged_first_db": float,
+}  # fmt: skip
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, NotImplementedError, RecursionError)
 
 
@@ -60,12 +72,15 @@ class RunFiles:
     lint: dict[str, LintReport] = field(default_factory=dict)
     tensors: pd.DataFrame | None = None
     gemm: pd.DataFrame | None = None
+    pooled: pd.DataFrame | None = None
+    fused: pd.DataFrame | None = None
     analysis: dict[str, Any] | None = None
     servers: dict[str, ServerRecord] = field(default_factory=dict)
     equality: dict[str, TensorEquality] = field(default_factory=dict)
     evaluations: dict[str, Evaluation] = field(default_factory=dict)
     numerics: dict[str, NumericsCard] = field(default_factory=dict)
     preflights: dict[str, Preflight] = field(default_factory=dict)
+    divergences: dict[str, Divergence] = field(default_factory=dict)
     comparison: Comparison | None = None
     verdict: Verdict | None = None
     serving_cost: ServingCost | None = None
@@ -104,12 +119,17 @@ class RunFiles:
         return list(dict.fromkeys([*named, *rest]))
 
 
-def load_run(run_dir: Path) -> RunFiles:
-    """Read every known file of `run_dir`; unreadable ones are named in `problems`.
+def is_run(folder: Path) -> bool:
+    """Whether `folder` holds any of a run's files."""
+    return any(next(folder.glob(mark), None) for mark in _MARKS)
+
+
+def load_run(run_dir: Path, *, tables: bool = True) -> RunFiles:
+    """Read every known file of `run_dir`; unreadable ones are named in `problems`. tables: the parquet files too.
 
     Raises ConfigError when the folder does not exist or holds none of a run's files.
     """
-    if not any(next(run_dir.glob(mark), None) for mark in _MARKS):
+    if not is_run(run_dir):
         why = "it does not exist" if not run_dir.exists() else "it holds none of a run's files"
         raise ConfigError(f"{run_dir} is no run folder: {why}", fix="give the folder that a run printed")
     files = RunFiles(run_dir=run_dir)
@@ -126,8 +146,13 @@ def load_run(run_dir: Path) -> RunFiles:
     files.preflights = _per_arm(files, Preflight, _preflights(run_dir), lambda p: p.parent.parent.name)
     files.equality = _per_arm(files, TensorEquality, sorted(run_dir.glob("equality/*.json")), lambda p: p.stem)
     files.evaluations = _per_arm(files, Evaluation, sorted(run_dir.glob("eval/*/scores.json")), lambda p: p.parent.name)
-    files.tensors = _frame(files, run_dir / "tensors.parquet", TensorRecord)
-    files.gemm = _frame(files, run_dir / "gemm.parquet", GemmRecord)
+    found = sorted([*run_dir.glob("eval/*/kld*.json"), *run_dir.glob("kld/*.json")])
+    files.divergences = _per_arm(files, Divergence, found, lambda p: str(p.relative_to(run_dir)))
+    if tables:
+        files.tensors = _frame(files, run_dir / "tensors.parquet", TensorRecord)
+        files.gemm = _frame(files, run_dir / "gemm.parquet", GemmRecord)
+        files.pooled = _frame(files, run_dir / "pooled.parquet", POOLED)
+        files.fused = _frame(files, run_dir / "fused.parquet", FUSED)
     files.config = _config(files, run_dir / "config.yaml")
     analysis = run_dir / "analysis.json"
     if analysis.exists():
@@ -185,12 +210,16 @@ def _per_arm(files: RunFiles, kind: type[T], paths: list[Path], arm_of: Any) -> 
 
 
 def _frame(files: RunFiles, path: Path, kind: Any) -> pd.DataFrame | None:
+    """kind: a record, whose fields without a default must be there, or {column: type}."""
     if not path.exists():
         return None
     import pandas as pd
 
-    hints = typing.get_type_hints(kind)
-    required = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
+    if isinstance(kind, dict):
+        hints, required = kind, list(kind)
+    else:
+        hints = typing.get_type_hints(kind)
+        required = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
     try:
         frame = pd.read_parquet(path)
         for name in required:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -105,6 +106,19 @@ def of_unit(value: Any, unit: str) -> str:
     return number(value, 2 if unit in ("dB", "pp", "%", "") else 0, unit)
 
 
+def visible(value: Any) -> Any:
+    """Text whose control and direction characters are spelled out: they could hide or reorder what is read."""
+    return _UNSEEN.sub(lambda m: f"⟨U+{ord(m.group()):04X}⟩", value) if type(value) is str else value
+
+
+_UNSEEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]")
+
+
+def step(value: float) -> str:
+    """A resolution without an exponent: 0.0001."""
+    return f"{value:.12f}".rstrip("0").rstrip(".")
+
+
 FILTERS: dict[str, Callable[..., str]] = {
     "number": number,
     "count": count,
@@ -114,6 +128,7 @@ FILTERS: dict[str, Callable[..., str]] = {
     "seconds": seconds,
     "probability": probability,
     "clip": clip,
+    "step": step,
     "cell": cell,
     "value": lambda check: of_unit(check.value, check.unit),
     "limit": lambda check: of_unit(check.limit, check.unit),
