@@ -50,7 +50,7 @@ def check_arms(settings: Settings) -> None:
                     recipe.format,
                     recipe.dialect,
                     recipe.rule,
-                    _rules_of(recipe),
+                    _possible_rules(recipe),
                     shared_globals=recipe.shared_globals,
                 )
     _engine_spec(settings.engine, settings.engine.base_url)
@@ -65,7 +65,8 @@ def is_given(checkpoint: CheckpointSettings) -> bool:
 class Arms:
     """The arms' checkpoints, each found or made once. capture: makes (or finds) the file of the source's layer inputs.
 
-    folders: what was found or made so far; an empty path stands for one that is not to be made.
+    folders: what was found or made so far; an empty path stands for one that is not to be made, or that only the
+    external server has.
     """
 
     settings: Settings
@@ -74,7 +75,8 @@ class Arms:
     folders: dict[CheckpointSettings, Path] = field(default_factory=dict)
 
     def folder(self, checkpoint: CheckpointSettings) -> Path:
-        """Where a checkpoint lies. Raises CheckpointError when it is given and not there, and what making it raises."""
+        """Where a checkpoint lies: a folder, or on the Hub where no server needs it. Raises CheckpointError when it is
+        given and not there, and what making it raises."""
         if checkpoint not in self.folders:
             found = self._existing(checkpoint) if is_given(checkpoint) else self._make(checkpoint)
             self.folders[checkpoint] = found
@@ -86,7 +88,7 @@ class Arms:
             self.folders.setdefault(arm.checkpoint, Path())
 
     def present(self, checkpoint: CheckpointSettings) -> bool:
-        """Whether there is a folder to look into, after making was given up."""
+        """Whether there is a folder to look into: not after making was given up, nor where only a server has it."""
         return self.folder(checkpoint) != Path()
 
     def describe(self) -> dict[str, dict[str, str]]:
@@ -110,7 +112,7 @@ class Arms:
         arm = self.settings.arms[name]
         return ServeSpec(
             arm=name,
-            checkpoint=self.folder(arm.checkpoint),
+            checkpoint=self.folder(arm.checkpoint) if self.present(arm.checkpoint) else str(arm.checkpoint.path),
             backend=arm.backend.kind,
             format=arm.format.name if arm.format else None,
             rule=arm.format.rule if arm.format else None,
@@ -125,13 +127,25 @@ class Arms:
 
     def _existing(self, checkpoint: CheckpointSettings) -> Path:
         assert checkpoint.path
+        if checkpoint.path.startswith("hf:"):
+            return self._on_hub(checkpoint.path)
         path, name = Path(checkpoint.path).expanduser(), self._name(checkpoint)
         if not path.is_dir():
+            if self.settings.engine.kind == "external":  # whoever serves it has it
+                self.say.note(f"{name}: there is no folder {path}; answers are asked of the server alone")
+                return Path()
             raise CheckpointError(
                 f"checkpoint {name}: there is no folder {path}",
                 fix=f"download it there, or give another: model.checkpoints.{name}.path=FOLDER or model.root=FOLDER",
             )
         return path.resolve()
+
+    def _on_hub(self, path: str) -> Path:
+        """A repository's own address where only weights are read; the whole local snapshot where a server needs it."""
+        from workbench.checkpoints.open import resolve_path
+
+        capture = "analyze" in self.settings.stages and self.settings.analysis.capture
+        return resolve_path(path) if "evaluate" in self.settings.stages or capture else Path(path)
 
     def _make(self, checkpoint: CheckpointSettings) -> Path:
         """Make a checkpoint by its recipe, or take it from the cache when the same recipe made it before."""
@@ -155,6 +169,7 @@ class Arms:
             self.say.note(f"{name}: {target} (made before by the same recipe)")
             return target
         amax = self._input_amax() if recipe.calibrate else None
+        rules = self._planned(recipe, source, target) if recipe.plan is not None else _rules_of(recipe)
         self.say.note(f"{name}: {recipe.format or 'a recipe'} in {recipe.dialect}'s dialect from {source}")
         result = quantize_checkpoint(
             source,
@@ -163,7 +178,7 @@ class Arms:
             dialect=recipe.dialect,
             exclude=recipe.exclude,
             rule=recipe.rule,
-            recipe=_rules_of(recipe),
+            recipe=rules,
             shared_globals=recipe.shared_globals,
             input_amax=amax,
             progress=self.say.counter("tensors"),
@@ -172,11 +187,37 @@ class Arms:
             self.say.note(f"  warning: {warning}")
         return target
 
+    def _planned(self, recipe: Recipe, source: Path, target: Path) -> Any:
+        """The rules of a plan under the recipe's budget, measured on captured inputs; `<target>.plan.yaml` keeps it."""
+        from workbench.analysis.plan import plan_bits, write_recipe
+        from workbench.checkpoints.recipe import read_recipe
+        from workbench.records import write_json
+
+        plan = recipe.plan
+        assert plan is not None
+        found = plan_bits(
+            source=source,
+            bits=plan.bits,
+            formats=plan.formats,
+            granularity=plan.granularity,
+            activations=self.capture(),
+            progress=self.say.bar,
+        )
+        file = target.with_name(f"{target.name}.plan.yaml")
+        write_recipe(file, found)
+        write_json(file.with_suffix(".json"), found)
+        self.say.note(f"planned for {plan.bits:g} bits a weight: {found.bits:.3f} used; {file}")
+        return read_recipe(file)
+
     def _recipe_key(self, recipe: Recipe, fingerprint: str) -> str:
         calibration: Any = None
-        if recipe.calibrate:
+        if recipe.calibrate or recipe.plan is not None:
             calibration = [self.settings.analysis.prompts, sorted(self.settings.eval.items())]
-        content = json.dumps([RECIPE_VERSION, fingerprint, dataclasses.asdict(recipe), calibration], sort_keys=True)
+        asked = dataclasses.asdict(recipe)
+        del asked["note"]
+        if recipe.plan is None:
+            del asked["plan"]
+        content = json.dumps([RECIPE_VERSION, fingerprint, asked, calibration], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:12]
 
     def _input_amax(self) -> dict[str, float]:
@@ -217,6 +258,17 @@ def _engine_spec(engine: EngineSettings, base_url: str) -> EngineSpec:
     fields = {f.name for f in dataclasses.fields(EngineSpec)}
     values = {key: value for key, value in dataclasses.asdict(engine).items() if key in fields}
     return EngineSpec(**values | {"base_url": base_url, "model": engine.served_model})
+
+
+def _possible_rules(recipe: Recipe) -> Any:
+    """The recipe's rules; of one that is planned, one for each format that a plan may choose."""
+    from workbench.checkpoints.recipe import read_recipe
+
+    if recipe.plan is None:
+        return _rules_of(recipe)
+    if recipe.format is not None or recipe.rules:
+        raise ConfigError("make.plan decides for every module", fix="leave make.format and make.rules empty")
+    return read_recipe([{"match": "*", "format": name} for name in recipe.plan.formats])
 
 
 def _rules_of(recipe: Recipe) -> Any:

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import traceback
 from collections.abc import Sequence
 from importlib.resources import files
@@ -47,7 +48,7 @@ def resolve(config: DictConfig) -> dict[str, Any]:
     try:
         plain = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
-        fix = f"give {error.full_key or 'it'} another value; --cfg job shows every key"
+        fix = f"give {_where_written(config, error) or 'it'} another value; --cfg job shows every key"
         raise ConfigError(f"could not resolve the configuration: {error}", fix=fix) from error
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
@@ -140,6 +141,19 @@ def way_out(error: Exception) -> str:
             )
         return f"{place} is an open mapping: add a key of your own with a plus, +{unknown.full_key}=VALUE"
     return f"--cfg job shows every key, --help the choices of each group: {', '.join(group_choices(''))}"
+
+
+def _where_written(config: DictConfig, error: OmegaConfBaseException) -> str:
+    """The key that holds the reference which leads nowhere; the error may name another that refers to that key."""
+    missing = re.search(r"Interpolation key '([^']+)' not found", str(error))
+    places: list[tuple[str, Any]] = [("", OmegaConf.to_container(config, resolve=False))]
+    while missing and places:
+        where, node = places.pop()
+        if isinstance(node, str) and f"${{{missing[1]}" in node:
+            return where
+        items: Any = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+        places += [(f"{where}.{name}".lstrip("."), item) for name, item in items]
+    return str(error.full_key or "")
 
 
 def _closest_first(name: str, choices: list[str]) -> str:

@@ -204,12 +204,14 @@ class _Run:
         from workbench.checkpoints import open_checkpoint
 
         self.say.stage("prepare")
-        given = {name: arm for name, arm in self.settings.arms.items() if is_given(arm.checkpoint)}
+        arms = self.settings.arms.items()
+        given = {name: arm for name, arm in arms if is_given(arm.checkpoint) and self.arms.present(arm.checkpoint)}
         for checkpoint in {arm.checkpoint for arm in given.values()}:
             with open_checkpoint(self.arms.folder(checkpoint)):  # what cannot be read at all ends here
                 pass
+        far = self._on_hub()
         for name, arm in given.items():
-            if self._lint_arm(name, arm).errors:
+            if not far and self._lint_arm(name, arm).errors:
                 self.arms.give_up_making()
                 return False
         for arm in self.settings.arms.values():
@@ -220,9 +222,18 @@ class _Run:
     def lint(self) -> bool:
         """Lint every arm's checkpoint; False when one has errors that lint.allow does not list."""
         self.say.stage("lint")
+        if far := self._on_hub():
+            self.say.note(f"left out: it would ask the Hub for every scale; `workbench lint {far}` does")
+            return True
         arms = self.settings.arms.items()
         reports = [self._lint_arm(name, arm) for name, arm in arms if self.arms.present(arm.checkpoint)]
         return not any(report.errors for report in reports)
+
+    def _on_hub(self) -> str:
+        """The last checkpoint that is read on the Hub ("": none). Then none is linted, so that all are judged alike."""
+        given = {arm.checkpoint for arm in self.settings.arms.values() if is_given(arm.checkpoint)}
+        found = [str(self.arms.folder(checkpoint)) for checkpoint in given]
+        return max((path.replace("hf:/", "hf://") for path in found if path.startswith("hf:")), default="")
 
     def _lint_arm(self, name: str, arm: ArmSettings) -> LintReport:
         from workbench.checkpoints.lint import lint_checkpoint
@@ -244,6 +255,7 @@ class _Run:
     # ---- analyze -----------------------------------------------------------------------------------------------------
 
     def analyze(self) -> None:
+        from workbench.analysis.controls import run_controls
         from workbench.analysis.study import analyze_pairs
 
         self.say.stage("analyze")
@@ -255,7 +267,7 @@ class _Run:
         named = {settings.baseline}
         for pair in settings.analysis.pairs:
             named |= {arm for arm in (pair.first, pair.second, pair.direct) if arm is not None}
-        analyze_pairs(
+        summary = analyze_pairs(
             out=self.folder.path,
             source_arm=settings.baseline,
             pairs=settings.analysis.pairs,
@@ -270,9 +282,18 @@ class _Run:
             },
             activations=self._activations() if settings.analysis.capture else None,
             bootstrap=settings.analysis.bootstrap,
+            sample=settings.analysis.sample,
             seed=settings.seed,
             progress=self.say.bar,
+            say=self.say.note,
         )
+        target = self.folder.path / "controls.json"
+        if settings.analysis.controls and not target.exists():
+            self.say.note("controls: the same chain on synthetic weights, over an octave of scales and over widths")
+            controls = run_controls(summary, seed=settings.seed)
+            records.write_json(target, controls)
+            for sentence in controls.sentences:
+                self.say.note(f"{sentence.holds}: {sentence.claim} ({sentence.measured})")
 
     def _compare_bytes(self) -> None:
         """Where the policy asks for it: what an arm's checkpoint leaves unquantized, against the source's bytes."""
@@ -435,10 +456,15 @@ class _Run:
 
     def report(self) -> None:
         from workbench.reporting import build_report
+        from workbench.reporting.index import build_index
 
         self.say.stage("report")
         self._manifest()
         build_report(self.folder.path, strict=True)
+        try:
+            build_index(Path(self.settings.paths.out))
+        except OutputError as error:  # the run itself is whole
+            self.say.note(f"no list of runs: {error.message}")
 
     def _manifest(self) -> None:
         self.folder.write_manifest(

@@ -40,10 +40,20 @@ class RecipeRule:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanSettings:
+    """A recipe that is planned first: stored bits a weight, and the formats to choose among (`workbench plan`)."""
+
+    bits: float
+    formats: tuple[str, ...]
+    granularity: str = "layer"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """How a missing checkpoint is made, from the model's checkpoint named `source`. calibrate: write input_scale.
 
-    rules: decide before `format` does, which then may be null; the first that covers a module counts.
+    rules: decide before `format` does, which then may be null; the first that covers a module counts. plan: instead of
+    rules, those of a plan, made on captured inputs. note: as recipes have it; it changes nothing.
     """
 
     source: str
@@ -54,6 +64,8 @@ class Recipe:
     rules: tuple[RecipeRule, ...] = ()
     shared_globals: bool = True
     calibrate: bool = False
+    plan: PlanSettings | None = None
+    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,11 +149,15 @@ class PairSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class AnalysisSettings:
+    """sample: about so many matrices, stratified (null: all). controls: the same chain on synthetic weights, too."""
+
     pairs: tuple[PairSettings, ...]
     capture: bool
     prompts: int
     reservoir_rows: int
     bootstrap: int
+    sample: int | None = None
+    controls: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +193,10 @@ class PathSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """One experiment, whole. `gate` and each task of `eval` stay mappings: their rooms own and check their keys."""
+    """One experiment, whole. `gate` and each task of `eval` stay mappings: their rooms own and check their keys.
+
+    source, first: short for two checkpoints' paths, in experiments whose arms refer to them.
+    """
 
     name: str
     arms: dict[str, ArmSettings]
@@ -196,6 +215,8 @@ class Settings:
     compute: ComputeSettings
     serving_cost: ServingCostSettings = field(default_factory=ServingCostSettings)
     resume: str | None = None
+    source: str | None = None
+    first: str | None = None
 
 
 def read_settings(config: DictConfig) -> Settings:
@@ -241,6 +262,14 @@ def _check(settings: Settings) -> None:
     _within("analysis.prompts", settings.analysis.prompts, 1, MOST)
     _within("analysis.reservoir_rows", settings.analysis.reservoir_rows, 1, MOST)
     _within("analysis.bootstrap", settings.analysis.bootstrap, 1, MOST)
+    if settings.analysis.sample is not None:
+        _within("analysis.sample", settings.analysis.sample, 1, MOST)
+    own = settings.model.checkpoints.get("source")
+    if settings.source and not settings.first and (own is None or settings.source != own.path):
+        raise ConfigError(
+            f"source={settings.source} is given alone; its first quantization would be made from another source",
+            fix="give both: source=FOLDER first=FOLDER (or hf://org/name)",
+        )
     if settings.compute.threads is not None:
         _within("compute.threads", settings.compute.threads, 1, os.cpu_count() or 1)
     if settings.noise_arm == settings.baseline:

@@ -56,8 +56,8 @@ class Threshold:
 class Policy:
     """A checked policy. Margins in percentage points, shares as proportions, SQNR in dB; None = not checked.
 
-    margin_pp empty: no paired comparison is judged (a policy of thresholds alone). serving_ratio: largest ratio to the
-    baseline arm's figure, serving_max: largest figure, by name (s or bytes).
+    margin_pp empty: no paired comparison is judged (a policy of thresholds or of weights alone). serving_ratio: largest
+    ratio to the baseline arm's figure, serving_max: largest figure, by name (s or bytes).
     """
 
     name: str
@@ -208,7 +208,9 @@ def _tiers(value: Any) -> dict[str, str]:
 
 
 def _margins(value: Any) -> dict[str, float]:
-    fix = "percentage points above 0: one number, or a mapping with `default` and task names"
+    fix = "percentage points above 0: one number, or a mapping with `default` and task names; none: no answer is judged"
+    if value == "none":
+        return {}
     if isinstance(value, Mapping):
         margins = dict(value)
     else:
