@@ -150,7 +150,7 @@ def test_help_answers_in_under_a_second() -> None:
         ("foo=1", "Could not override 'foo'", "keys here: "),
         ("engine.prot=1", "Could not override 'engine.prot'", "keys in engine: port, "),
         ("engine.args.max_num_seqs=1", "Could not override", "+engine.args.max_num_seqs=VALUE"),
-        ("engine=bogus", "Could not find 'engine/bogus'", "choose for engine: external, vllm"),
+        ("engine=bogus", "Could not find 'engine/bogus'", "choose for engine: atom_kimi_k2_5, external, "),
         ("eval=[gsm8k_mimi]", "Could not load 'eval/gsm8k_mimi'", "choose for eval: gsm8k_mini, "),
         ("eval=5", "Got int", "--help"),
         ("a=b=c", "mismatched input", "'a=b=c' as KEY=VALUE"),

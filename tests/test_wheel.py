@@ -45,8 +45,8 @@ def test_the_wheel_holds_configuration_model_tasks_and_templates(wheel: Path) ->
         assert f"workbench/conf/{path.relative_to(ROOT / 'conf')}" in names
     for path in ROOT.glob("experiments/mini_models/mini_kimi/*"):
         assert f"workbench/mini_models/mini_kimi/{path.name}" in names
-    for path in ROOT.glob("workbench/reporting/templates/*"):
-        assert f"workbench/reporting/templates/{path.name}" in names
+    for path in ROOT.glob("workbench/reporting/templates/**/*"):
+        assert path.is_dir() or str(path.relative_to(ROOT)) in names
     for package, folder in (("workbench", "workbench"), ("workbench/kernels", "kernels")):
         for path in ROOT.glob(f"{folder}/**/*.py"):  # a package that pyproject.toml does not list is left out silently
             assert f"{package}/{path.relative_to(ROOT / folder)}" in names

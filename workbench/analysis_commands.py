@@ -1,4 +1,4 @@
-"""What the commands about weights do: `analyze`, `plan`, `whatif`.
+"""What the commands about weights do: `analyze`, `sensitivity`, `plan`, `whatif`.
 
 code = analysis_commands.analyze(arguments)
 """
@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from workbench.commands import SHOWN_NAMES, check_file, check_folder, check_input
+from workbench.commands import SHOWN_NAMES, check_file, check_folder, check_input, read_text, tasks_named
 from workbench.errors import ConfigError
 
 
@@ -58,6 +58,8 @@ def analyze(arguments: argparse.Namespace) -> int:
             f"second {found.sqnr_total_db.pooled:.2f} dB, direct {found.sqnr_direct_db.pooled:.2f} dB, "
             f"corr(e1, e2) mean {found.corr_e1_e2.mean:+.3f}"
         )
+    for figure, count in summary.doubtful.items():
+        print(f"the interval of {figure} is in doubt for {count} matrices: a few blocks hold most of the error")
     if summary.missing:
         print(f"not given: {summary.missing}; figures that need it are missing")
     for kind, count in summary.fault_counts.items():
@@ -130,60 +132,258 @@ def _pair_and_arms(arguments: argparse.Namespace, first: Path | None) -> tuple[A
     return pair, arms
 
 
-def plan(arguments: argparse.Namespace) -> int:
-    from workbench import records
-    from workbench.analysis.plan import FORMATS, plan_bits, write_recipe
+def sensitivity(arguments: argparse.Namespace) -> int:
+    """0: every unit took every format; 2: some could not (they are named)."""
+    from workbench.analysis.sensitivity import DEFAULT_FORMATS, measure_recipes, measure_sensitivity
+    from workbench.formats import FORMATS
     from workbench.progress import Progress
 
-    check_file("--out", arguments.out, arguments.source, arguments.activations)
+    check_folder("--out", arguments.out, arguments.source)
+    units = ("format", "granularity", "subsets", "select")
+    if arguments.recipe and any(getattr(arguments, name) is not None for name in units):
+        raise ConfigError(f"--recipe goes without --{', --'.join(units)}", fix="measure units and recipes apart")
+    settings: dict[str, Any] = {
+        "source": arguments.source,
+        "windows": _windows(arguments, arguments.source),
+        "out": arguments.out,
+        "activations": arguments.round_activations,
+        "exclude": tuple(arguments.exclude),
+        "seed": arguments.seed,
+        "device": arguments.device,
+        "progress": Progress().timed,
+    }
+    if arguments.recipe:
+        recipes = {of if of in FORMATS else Path(of).stem: of for of in arguments.recipe}
+        if len(recipes) < len(arguments.recipe):
+            raise ConfigError("two recipes of one name", fix="rename one of the files")
+        found = measure_recipes(recipes=recipes, **settings)
+    else:
+        found = measure_sensitivity(
+            formats=tuple(dict.fromkeys(arguments.format or DEFAULT_FORMATS)),
+            granularity=arguments.granularity or "layer",
+            subsets=8 if arguments.subsets is None else arguments.subsets,
+            select=arguments.select,
+            **settings,
+        )
+    print(
+        f"KL divergence from the source, nats, over all {found.vocabulary} tokens of the vocabulary,"
+        f" {found.windows} windows of {found.tokens} tokens, activations {found.activations}"
+    )
+    _print_cases(arguments.out)
+    for of in found.differences:
+        print(
+            f"{of.first} ({of.first_bits:.3f} bits) - {of.second} ({of.second_bits:.3f} bits):"
+            f" {of.mean:+.4g} ({of.low:+.4g} to {of.high:+.4g})"
+        )
+    _print_faults(found.faults)
+    print(f"wrote sensitivity.parquet, sensitivity.json in {arguments.out}")
+    return 2 if found.faults else 0
+
+
+def _print_cases(folder: Path) -> None:
+    """The ten units with the largest divergence of each format, and every case of several units."""
+    from workbench.analysis.sensitivity import TABLE
+    from workbench.analysis.tensors import read_frame
+
+    frame = read_frame(folder / TABLE)
+    units = frame[frame["kind"] == "unit"]
+    for format, of in units.groupby("format", sort=False):
+        print(f"{format}: {len(of)} units, alone; noise over signal at the sublayer, its layer's end, the last layer's")
+        for row in of.sort_values("kl", ascending=False).head(10).itertuples():
+            noise = f"{row.noise_block:.3g} {row.noise_residual:.3g} {row.noise_last:.3g}"
+            print(f"  {row.kl:.4g} ({row.kl_low:.3g} to {row.kl_high:.3g})  {noise}  {row.unit}")
+    for row in frame[frame["kind"] != "unit"].itertuples():
+        bits = (
+            f", {row.bits / row.weights:.3f} bits" if row.kind == "recipe" else f", sum of units {row.kl_predicted:.4g}"
+        )
+        print(f"{row.case}: {row.kl:.4g} ({row.kl_low:.4g} to {row.kl_high:.4g}){bits}")
+
+
+def _windows(arguments: argparse.Namespace, tokenizer: Any) -> list[list[int]]:
+    """Token ids of --text, or of the mini tasks' training prompts: --windows of --tokens, after the first --skip."""
+    import tempfile
+
+    from workbench.checkpoints.open import resolve_path
+    from workbench.evaluation.kld import cut_windows
+    from workbench.evaluation.prompts import training_prompts
+
+    count = arguments.skip + arguments.windows
+    if arguments.text:
+        text = read_text(arguments.text)
+    else:
+        with tempfile.TemporaryDirectory() as scratch:
+            tasks = tasks_named(["gsm8k_mini", "mmlu_pro_mini"])
+            prompts = training_prompts(tasks, 2 + arguments.tokens * count // 256, scratch=Path(scratch))
+        text = "\n\n".join(prompts)
+    windows = cut_windows(text, resolve_path(tokenizer), tokens=arguments.tokens, count=count)
+    return windows[arguments.skip :]
+
+
+def _print_faults(faults: Any) -> None:
+    from workbench.analysis.faults import KINDS, count_faults
+
+    for kind, count in count_faults(faults).items():
+        print(f"{kind}: {count} matrices or formats of them: {KINDS[kind]}")
+        for fault in [fault for fault in faults if fault.kind == kind][:SHOWN_NAMES]:
+            print(f"  {fault.tensor} {fault.message}")
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    """0: planned; 2: planned, but some matrices could not have every format (they are named)."""
+    from workbench import records
+    from workbench.analysis.plan import plan_bits, write_recipe
+    from workbench.progress import Progress
+
+    check_file("--out", arguments.out, arguments.source, arguments.activations, arguments.sensitivity)
     if arguments.json:
         check_file("--json", arguments.json, arguments.source, arguments.activations, arguments.out)
     check_input("--activations", arguments.activations)
     found = plan_bits(
         source=arguments.source,
         bits=arguments.bits,
-        formats=tuple(dict.fromkeys(arguments.format or FORMATS)),
+        formats=tuple(dict.fromkeys(arguments.format)) if arguments.format else None,
         activations=arguments.activations,
+        sensitivity=arguments.sensitivity,
         granularity=arguments.granularity,
+        select=arguments.select,
+        exclude=tuple(arguments.exclude),
         progress=Progress().bar,
     )
     write_recipe(arguments.out, found)
     if arguments.json:
         records.write_json(arguments.json, found)
     for name, of in found.uniform.items():
-        print(f"{name} alone: {of['bits']:.3f} bits a weight, output noise {of['noise']:.4g}")
-    print(f"the plan: {found.bits:.3f} bits a weight, output noise {found.noise:.4g} ({found.activations} inputs)")
+        print(f"{name} alone: {of['bits']:.3f} bits a weight, {found.measure} {of['noise']:.4g}")
+    print(f"the plan: {found.bits:.3f} bits a weight, {found.measure} {found.noise:.4g} ({found.activations} inputs)")
     counts: dict[str, int] = {}
     for choice in found.choices:
         counts[choice.format] = counts.get(choice.format, 0) + choice.weights
     print("weights by format: " + ", ".join(f"{count} {name}" for name, count in sorted(counts.items())))
+    _print_faults(found.faults)
     print(f"wrote {arguments.out}")
-    return 0
+    return 2 if found.faults else 0
 
 
 def whatif(arguments: argparse.Namespace) -> int:
+    """0: every matrix was rounded every way; 2: some could not be (they are named)."""
     from workbench.analysis.tensors import write_frame
     from workbench.analysis.whatif import rank, steering_verdict, what_if
     from workbench.progress import Progress
 
     if arguments.out:
         check_file("--out", arguments.out, arguments.source, arguments.first)
-    table = what_if(
+    if arguments.verify and not (arguments.verify_out and arguments.text):
+        raise ConfigError("--verify serves choices on a text", fix="add --text FILE and --verify-out FOLDER")
+    if arguments.verify:
+        check_folder("--verify-out", arguments.verify_out, arguments.source, arguments.first)
+        windows = _windows(arguments, arguments.source)  # before the long part
+    found = what_if(
         source=arguments.source,
         first=arguments.first,
         sample=arguments.sample,
+        select=arguments.select,
+        exclude=tuple(arguments.exclude),
         seed=arguments.seed,
-        progress=Progress().bar,
+        progress=Progress().timed,
     )
+    table = found.table
     if arguments.out:
         write_frame(arguments.out, table)
     print(f"{'first':22}{'second':8}{'rule':9}{'block':>6}{'bits':>7}{'SQNR dB':>9}")
     for row in rank(table).itertuples():
         print(f"{row.first:22}{row.second:8}{row.rule:9}{row.block:6}{row.bits:7.3f}{row.sqnr_db:9.2f}")
-    verdict = steering_verdict(table, seed=arguments.seed)
-    print(
-        f"steered requantization {verdict.verdict}: {verdict.gain_db:+.3f} dB over plain "
-        f"({verdict.gain_low_db:+.3f} to {verdict.gain_high_db:+.3f}, {verdict.matrices} matrices), "
-        f"{verdict.span_db:+.3f} dB over each matrix's worst multiplier"
-    )
-    return 0
+    if (table["rule"] == "steered").any():
+        verdict = steering_verdict(table, seed=arguments.seed)
+        print(
+            f"steered requantization {verdict.verdict}: {verdict.gain_db:+.3f} dB over plain "
+            f"({verdict.gain_low_db:+.3f} to {verdict.gain_high_db:+.3f}, {verdict.matrices} matrices), "
+            f"{verdict.span_db:+.3f} dB over each matrix's worst multiplier"
+        )
+    _print_faults(found.faults)
+    if arguments.verify:
+        _verify(arguments, found, windows)
+    return 2 if found.faults else 0
+
+
+def _verify(arguments: argparse.Namespace, predicted: Any, windows: list[list[int]]) -> None:
+    """Serve the best choices one after the other, weights only as the lattice has them, and hold the divergence of
+    their answers from the source's against what was predicted."""
+    from workbench import records
+    from workbench.analysis.whatif import servable, verify
+    from workbench.evaluation.kld import kl_divergence
+
+    out = arguments.verify_out
+    choices = servable(predicted.table, arguments.verify)
+    exclude = _unmeasured(arguments.source, predicted.names)
+    reference = out / "source.jsonl"
+    _collect(arguments, windows, reference, arguments.source, backend="reference")
+    divergences = []
+    for place, row in enumerate(choices.itertuples(), start=1):
+        path = out / f"choice_{place}.jsonl"
+        checkpoint = _first_of(arguments, row.first, exclude)
+        _collect(
+            arguments, windows, path, checkpoint,
+            backend="requant", format=row.second, rule=row.rule, activations="none", exclude=exclude,
+        )  # fmt: skip
+        divergences.append(kl_divergence(reference, path))
+    found = verify(arguments.source, choices, divergences)
+    records.write_json(out / "verification.json", found)
+    print(f"{'first':22}{'second':8}{'rule':9}{'predicted SQNR dB':>20}  measured KL, nats, top {arguments.top_k}")
+    for choice in found.choices:
+        mean = choice.divergence.mean
+        print(
+            f"{choice.first:22}{choice.second:8}{choice.rule:9}{choice.sqnr_db:20.2f}  at least {mean.lower:.4g}"
+            f" ({mean.lower_ci_low:.4g} to {mean.lower_ci_high:.4g})"
+        )
+    if len(found.choices) >= 3:
+        print(f"rank correlation of predicted noise and measured divergence: {found.rank_correlation:+.2f}")
+    print(f"wrote verification.json in {out}")
+
+
+def _unmeasured(source: Path, names: frozenset[str]) -> tuple[str, ...]:
+    """Linear modules that the lattice is not about, so that they are left alone when it is served."""
+    from workbench.checkpoints import open_checkpoint
+    from workbench.checkpoints.selection import linear_weights
+
+    with open_checkpoint(source) as checkpoint:
+        return tuple(entry.module for entry in linear_weights(checkpoint) if entry.name not in names)
+
+
+def _first_of(arguments: argparse.Namespace, first: str, exclude: tuple[str, ...]) -> Path:
+    """The checkpoint that a choice's second quantization starts from; a first that is not stored is written."""
+    from workbench.checkpoints.convert import quantize_checkpoint
+
+    if first == "none":
+        return Path(arguments.source)
+    if first == "stored":
+        return Path(arguments.first)
+    path: Path = arguments.verify_out / first.replace(" ", "_")
+    rule = first.partition(" ")[2] or None
+    quantize_checkpoint(
+        arguments.source, path, format="nvfp4", rule=rule, dialect="compressed_tensors",
+        exclude=exclude, weight_only=True, shared_globals=False, overwrite=True,
+    )  # fmt: skip
+    return path
+
+
+def _collect(
+    arguments: argparse.Namespace, windows: list[list[int]], path: Path, checkpoint: Path, **serving: Any
+) -> None:
+    """Start an engine, write the log-probabilities it gives, and stop it."""
+    from workbench.evaluation.kld import collect_logprobs
+    from workbench.progress import Progress
+    from workbench.serving.endpoint import start
+    from workbench.serving.spec import EngineSpec, ServeSpec
+
+    engine = EngineSpec(max_model_len=arguments.tokens + 8, args={"max_logprobs": arguments.top_k})
+    spec = ServeSpec(arm=path.stem, checkpoint=checkpoint, engine=engine, **serving)
+    with start(spec, path.with_suffix(".log")) as endpoint:
+        collect_logprobs(
+            base_url=endpoint.base_url,
+            model=endpoint.model,
+            windows=windows,
+            k=arguments.top_k,
+            path=path,
+            name=path.stem,
+            progress=Progress().counter(path.stem),
+        )

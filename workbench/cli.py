@@ -7,7 +7,8 @@
     workbench numerics PATH --backend stock
     workbench analyze --source SOURCE --first FIRST --second mxfp4 --out FOLDER
     workbench evaluate URL --model NAME --tokenizer PATH --task gsm8k_mini --out FOLDER
-    workbench report RUN
+    workbench report RUN --figures
+    workbench report RUN RUN --serve
     workbench bench kernels --device cpu
     workbench bench serve --requant CHECKPOINT --format mxfp4 --out FOLDER
 
@@ -182,9 +183,27 @@ def _parser() -> argparse.ArgumentParser:
     quantize.add_argument("--overwrite", action="store_true", help="replace an existing destination")
     _add_capture(quantize)
 
-    calibrate = add("calibrate", commands.calibrate, "record every layer's real inputs (amax and a sample) under vLLM")
+    calibrate = add(
+        "calibrate", commands.calibrate, "record every layer's real inputs (amax, moments, a sample) under vLLM"
+    )
     calibrate.add_argument("source", type=_text)
     calibrate.add_argument("--out", type=_path, required=True, metavar="FILE")
+    calibrate.add_argument(
+        "--second-moments",
+        choices=["none", "diagonal", "full"],
+        default="diagonal",
+        help="E[x x^T] of each input over all its tokens, for `analyze --products moments`; full: K^2 numbers each",
+    )
+    calibrate.add_argument(
+        "--second-moments-mb",
+        type=_whole(1, MOST),
+        default=1024,
+        metavar="MB",
+        help="of all full ones; inputs beyond it keep their diagonal",
+    )
+    calibrate.add_argument(
+        "--rows", type=_whole(1, MOST), default=256, metavar="N", help="of each input, sampled from all its tokens"
+    )
     _add_capture(calibrate)
 
     analyze = add("analyze", analysis_commands.analyze, "weight error of one or two quantizations, matrix by matrix")
@@ -205,16 +224,41 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="output noise of matrix products; auto: with --activations only; moments: expected, weights only",
     )
-    analyze.add_argument("--bootstrap", type=_whole(1, MOST), default=1000)
+    analyze.add_argument(
+        "--bootstrap", type=_whole(1, MOST), default=1000, help="resamples of matrix products' intervals"
+    )
     analyze.add_argument("--seed", type=_whole(0, MOST), default=0)
     analyze.add_argument("--out", type=_path, required=True, metavar="FOLDER")
 
-    plan = add("plan", analysis_commands.plan, "a mixed-precision recipe within a budget of bits, by output noise")
+    sensitivity = add(
+        "sensitivity", analysis_commands.sensitivity, "round one unit at a time, run the model, measure its answers"
+    )
+    sensitivity.add_argument("source", type=_path)
+    sensitivity.add_argument("--format", action="append", metavar="NAME", help="default: mxfp4, nvfp4, fp8_channel")
+    sensitivity.add_argument("--granularity", choices=["layer", "expert"], help="what is rounded at once")
+    sensitivity.add_argument("--round-activations", action="store_true", help="the inputs pass the format as well")
+    sensitivity.add_argument("--subsets", type=_whole(0, MOST), metavar="N", help="random choices of units; default 8")
+    sensitivity.add_argument(
+        "--recipe", action="append", type=_text, metavar="NAME", help="measure recipes or formats, not units"
+    )
+    sensitivity.add_argument("--select", type=_text, metavar="GLOB", help="only matrices of these names")
+    sensitivity.add_argument("--exclude", action="append", type=_text, default=[], metavar="GLOB")
+    sensitivity.add_argument("--device", type=_text, default="cpu", help="cpu, or cuda for one GPU")
+    sensitivity.add_argument("--seed", type=_whole(0, MOST), default=0)
+    sensitivity.add_argument("--out", type=_path, required=True, metavar="FOLDER")
+    _add_text(sensitivity, tokens=256, windows=16)
+
+    plan = add("plan", analysis_commands.plan, "a mixed-precision recipe within a budget of bits")
     plan.add_argument("source", type=_path)
     plan.add_argument("--bits", type=_bits, required=True, help="stored bits a weight, scales included")
     plan.add_argument("--format", action="append", metavar="NAME", help="to choose among; default: mxfp4, nvfp4, ...")
+    plan.add_argument("--sensitivity", type=_path, metavar="FOLDER", help="decide by what `sensitivity` measured")
     plan.add_argument("--activations", type=_path, metavar="FILE", help="a file that `workbench calibrate` wrote")
-    plan.add_argument("--granularity", choices=["layer", "expert"], default="layer", help="what shares a format")
+    plan.add_argument("--granularity", choices=["layer", "expert"], help="what shares a format; default: layer")
+    plan.add_argument("--select", type=_text, metavar="GLOB", help="only matrices of these names")
+    plan.add_argument(
+        "--exclude", action="append", type=_text, default=[], metavar="GLOB", help="these stay as they are"
+    )
     plan.add_argument("--json", type=_path, metavar="FILE", help="also write every choice as JSON")
     plan.add_argument("--out", type=_path, required=True, metavar="RECIPE", help="the recipe, for `quantize --recipe`")
 
@@ -222,8 +266,14 @@ def _parser() -> argparse.ArgumentParser:
     whatif.add_argument("source", type=_path)
     whatif.add_argument("--first", type=_path, metavar="FIRST", help="a quantized checkpoint of it, as stored")
     whatif.add_argument("--sample", type=_whole(1, MOST), metavar="N", help="about N matrices, of every kind")
+    whatif.add_argument("--select", type=_text, metavar="GLOB", help="only matrices of these names")
+    whatif.add_argument("--exclude", action="append", type=_text, default=[], metavar="GLOB")
     whatif.add_argument("--seed", type=_whole(0, MOST), default=0)
     whatif.add_argument("--out", type=_path, metavar="FILE", help="also write every matrix's figures as parquet")
+    whatif.add_argument("--verify", type=_whole(1, MOST), metavar="N", help="serve the N best, one by one; measure KL")
+    whatif.add_argument("--verify-out", type=_path, metavar="FOLDER", help="log-probabilities, logs, verification.json")
+    whatif.add_argument("--top-k", type=_whole(1, MOST), default=20, help="of --verify")
+    _add_text(whatif, tokens=512, windows=64)
 
     serve = add("serve", commands.serve, "serve a checkpoint through a backend on vLLM until Ctrl-C")
     _add_serving(serve, port=8000, log=Path("workbench-serve.log"))
@@ -304,8 +354,27 @@ def _parser() -> argparse.ArgumentParser:
     )
     gate.add_argument("--json", type=_path, metavar="FILE", help="also write the verdict there")
 
-    report = add("report", commands.report, "render report.html and summary.md of a run folder")
-    report.add_argument("run", type=_path)
+    report = add("report", commands.report, "render a run's page; several runs side by side; an index of all runs")
+    report.add_argument(
+        "runs", type=_path, nargs="*", metavar="RUN", help="one: its report.html; several: side by side"
+    )
+    report.add_argument("--out", type=_path, metavar="FILE", help="of several runs' page: default comparison.html")
+    report.add_argument(
+        "--figures",
+        type=_path,
+        nargs="?",
+        const=Path(),
+        metavar="DIR",
+        help="also every figure as PNG and SVG; default RUN/figures",
+    )
+    report.add_argument("--index", type=_path, metavar="DIR", help="write DIR/index.html, a list of all runs below it")
+    report.add_argument("--serve", action="store_true", help="show it at 127.0.0.1 until Ctrl-C; no RUN: the index")
+    report.add_argument("--port", type=_whole(0, 65535), default=8600, help="of --serve; 0: any free one")
+    report.add_argument(
+        "--open",
+        action=argparse.BooleanOptionalAction,
+        help="open a browser at it; default: where there is a desktop",
+    )
 
     _add_bench(add("bench", lambda _: 0, "measure the kernels, or what serving costs"))
     return parser
@@ -393,7 +462,7 @@ def _add_bench_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--exclude", action="append", type=_text, default=[], metavar="GLOB", help="of --requant: stays as it is"
     )
-    serve.add_argument("--preset", default="small", choices=["small", "published"])
+    serve.add_argument("--preset", default="small", choices=["small", "published", "requant"])
     serve.add_argument("--input", type=_whole(1, MOST_TOKENS), metavar="TOKENS", help="a load of one's own, all four:")
     serve.add_argument("--output", type=_whole(1, MOST_TOKENS), metavar="TOKENS")
     serve.add_argument("--concurrency", type=_whole(1, MOST))
@@ -409,6 +478,14 @@ def _add_bench_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--engine-arg", action="append", type=_pair, default=[], metavar="KEY=VALUE")
     serve.add_argument("--engine-env", action="append", type=_pair, default=[], metavar="KEY=VALUE")
     serve.add_argument("--out", type=_path, required=True, metavar="FOLDER", help="serving_cost.json; a run's, too")
+
+
+def _add_text(parser: argparse.ArgumentParser, *, tokens: int, windows: int) -> None:
+    """The text that a model is run on."""
+    parser.add_argument("--text", type=_path, metavar="FILE", help="default: the mini tasks' training prompts")
+    parser.add_argument("--tokens", type=_whole(2, MOST_TOKENS), default=tokens, help="of a window")
+    parser.add_argument("--windows", type=_whole(1, MOST), default=windows)
+    parser.add_argument("--skip", type=_whole(0, MOST), default=0, metavar="N", help="leave out the first N windows")
 
 
 def _add_capture(parser: argparse.ArgumentParser) -> None:

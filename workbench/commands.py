@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,8 +125,20 @@ def quantize(arguments: argparse.Namespace) -> int:
 
 
 def calibrate(arguments: argparse.Namespace) -> int:
+    from workbench.formats.activations import read_activations
+
     check_file("--out", arguments.out, arguments.source)
-    print(f"wrote {_capture(arguments, arguments.out)}")
+    out = _capture(
+        arguments,
+        arguments.out,
+        reservoir_rows=arguments.rows,
+        second_moments=arguments.second_moments,
+        second_moments_bytes=arguments.second_moments_mb << 20,
+    )
+    print(f"wrote {out}")
+    notes = read_activations(out).metadata
+    if cut := int(notes.get("second_moments_diagonal_only", "0")):
+        print(f"{cut} inputs keep the diagonal of their second moment only: --second-moments-mb is spent")
     return 0
 
 
@@ -185,10 +198,50 @@ def _serve_spec(arguments: argparse.Namespace, *, numerics: bool) -> ServeSpec:
 
 
 def report(arguments: argparse.Namespace) -> int:
+    """One run's page, several runs' comparison, an index, figures; then served, where asked for."""
     from workbench.reporting import build_report
 
-    print(build_report(arguments.run, strict=True))
+    runs, served = arguments.runs, arguments.serve
+    if arguments.figures is not None and len(runs) != 1:
+        raise ConfigError("--figures draws one run", fix="name it first: workbench report RUN --figures [DIR]")
+    if not runs and not arguments.index and not served:
+        raise ConfigError("there is nothing to report", fix="give a run folder, --index DIR, or --serve")
+    if arguments.index and runs:
+        raise ConfigError("--index lists a folder, and RUN is given too", fix="drop one of them")
+    if arguments.out and len(runs) < 2:
+        raise ConfigError("--out is of a page of several runs", fix="give two runs or more, or drop --out")
+    figures = arguments.figures
+    if figures is not None:
+        figures = figures if figures.parts else runs[0] / "figures"
+        check_folder("--figures", figures)
+    if len(runs) == 1:
+        print(build_report(runs[0], strict=not served))
+    elif runs and (arguments.out or not served):
+        from workbench.reporting.side_by_side import build_comparison
+
+        out = arguments.out or Path("comparison.html")
+        check_file("--out", out, *runs)
+        print(build_comparison(runs, out))
+    elif arguments.index:
+        from workbench.reporting.index import build_index
+
+        print(build_index(arguments.index))
+    if figures is not None:
+        from workbench.reporting.export import write_figures
+
+        print(write_figures(runs[0], figures)[-1])
+    if served:
+        from workbench.reporting import server
+
+        lookup = server.pages_of_runs(runs) if runs else server.pages_of_folder(arguments.index or Path("reports"))
+        server.serve(lookup, arguments.port, open_browser=_wants_browser(arguments.open))
     return 0
+
+
+def _wants_browser(asked: bool | None) -> bool:
+    """Without a word for or against it: on a desktop, where a browser does not take over the terminal."""
+    desktop = sys.platform in ("darwin", "win32") or bool({"DISPLAY", "WAYLAND_DISPLAY"} & set(os.environ))
+    return asked if asked is not None else desktop and sys.stdout.isatty()
 
 
 def written_formats() -> str:
@@ -207,8 +260,11 @@ def written_formats() -> str:
 # ---- what they share -------------------------------------------------------------------------------------------------
 
 
-def _capture(arguments: argparse.Namespace, out: Path | None = None) -> Path:
-    """Record layer inputs of a checkpoint on the prompts file (a prompt a line) or on the shipped training prompts."""
+def _capture(arguments: argparse.Namespace, out: Path | None = None, **settings: Any) -> Path:
+    """Record layer inputs of a checkpoint on the prompts file (a prompt a line) or on the shipped training prompts.
+
+    settings: `capture_activations`'s; by default no second moments, which a calibration of scales does not need.
+    """
     import tempfile
 
     from workbench.checkpoints import open_checkpoint
@@ -235,7 +291,7 @@ def _capture(arguments: argparse.Namespace, out: Path | None = None) -> Path:
         backend="reference",
         engine=EngineSpec(max_model_len=arguments.max_model_len),
     )
-    capture_activations(spec, prompts, target)
+    capture_activations(spec, prompts, target, **({"second_moments": "none"} | settings))
     return target
 
 

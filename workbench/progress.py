@@ -70,6 +70,19 @@ class Progress:
             yield item
         count(total, total)
 
+    def timed(self, items: Iterable[T], total: int, what: str) -> Iterator[T]:
+        """`bar`, which also says how long the rest will take if it goes on as so far."""
+        start = last = time.monotonic()
+        terminal = sys.stdout.isatty()
+        for done, item in enumerate(items):
+            if done and (terminal or time.monotonic() - last > 15):
+                last = time.monotonic()
+                left = int((last - start) / done * (total - done))
+                text = f"[{self._elapsed()}]   {what}: {done} of {total}, {_clock(left)} left"
+                print(f"{text}\r" if terminal else text, end="" if terminal else "\n", flush=True)
+            yield item
+        self.note(f"{what}: {total} of {total}")
+
     def reading(self) -> Reading:
         """A bar for a pass over files, which also says how fast it reads and how long it will take."""
         return Reading(self)
@@ -127,5 +140,9 @@ class Reading:
             text += f", {self._bytes / seconds / 1e9:.2f} GB/s"
             if done < total:
                 left = int(seconds / self._read * (total - done))
-                text += f", {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left"
+                text += f", {_clock(left)} left"
         return text
+
+
+def _clock(seconds: int) -> str:
+    return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"

@@ -40,7 +40,7 @@ def eager(w: torch.Tensor, q: QuantizedTensor) -> dict[str, float]:
     return {name: float(value) for name, value in sums.items()}
 
 
-def ours(w: torch.Tensor, q: QuantizedTensor, pool: ThreadPoolExecutor, resamples: int) -> dict[str, float]:
+def ours(w: torch.Tensor, q: QuantizedTensor, pool: ThreadPoolExecutor) -> dict[str, float]:
     source, first = DenseSide(w), StoredSide(q)
     sides = Sides(
         source=source,
@@ -48,7 +48,7 @@ def ours(w: torch.Tensor, q: QuantizedTensor, pool: ThreadPoolExecutor, resample
         second=RoundedSide(first, "mxfp4", "even", "speed"),
         direct=RoundedSide(source, "mxfp4", "even", "speed"),
     )
-    return measure_sides(sides, resamples=resamples, pool=pool).figures
+    return measure_sides(sides, pool=pool).figures
 
 
 def compare(rows: int, columns: int, threads: int, repeats: int) -> dict[str, tuple[float, float]]:
@@ -59,7 +59,7 @@ def compare(rows: int, columns: int, threads: int, repeats: int) -> dict[str, tu
     with ThreadPoolExecutor(threads, initializer=_alone) as pool:
         jobs: dict[str, Callable[[], object]] = {
             "eager": lambda: eager(w, q),
-            "ours": lambda: ours(w, q, pool, 1000),
+            "ours": lambda: ours(w, q, pool),
         }
         for job in jobs.values():
             job()

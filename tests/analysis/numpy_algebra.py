@@ -117,6 +117,42 @@ def figures(w: np.ndarray, a: np.ndarray, b: np.ndarray, d: np.ndarray) -> dict[
     }
 
 
+def intervals(
+    w: np.ndarray, a: np.ndarray, b: np.ndarray, d: np.ndarray, block: int = 32
+) -> dict[str, tuple[float, float]]:
+    """95 % intervals by leaving out one block at a time, from the definitions: the spread, skewness and kurtosis of the
+    blocks' pseudo-values, Hall's transformation, Student's t."""
+    from scipy.stats import kurtosis, skew, t
+
+    parts = [x.reshape(-1, block) for x in (w, a, b, d)]
+    whole = figures(w, a, b, d)
+    keys = ("sqnr_first_db", "sqnr_total_db", "sqnr_direct_db", "corr_e1_e2", "cov_e1_e2_share", "gain_total_excess")
+    n = len(parts[0])
+    without = [figures(*(np.delete(part, i, axis=0) for part in parts)) for i in range(n)]
+    found = {}
+    for key in keys:
+        left = np.array([f[key] for f in without])
+        pseudo = (n - 1) * (left.mean() - left)
+        error = pseudo.std() / np.sqrt(n - 1)
+        c = skew(pseudo) / np.sqrt(n)
+        quantile = t.ppf(0.975, 2 * n / (kurtosis(pseudo, fisher=False) - 1))
+        low, high = (3 / c * (np.cbrt(1 + c * (x - c / 6)) - 1) for x in (quantile, -quantile))
+        found[key] = whole[key] - error * low, whole[key] - error * high
+    return found
+
+
+def code_asymmetry(a: np.ndarray, b: np.ndarray, steps: np.ndarray) -> float:
+    """Largest score over the magnitudes 0.5 to 6 of the second's codes."""
+    codes = b / np.repeat(steps, 32, axis=1)
+    e2, scores = b - a, []
+    for magnitude in GRID[1:]:
+        plus, minus = e2[codes == magnitude], e2[codes == -magnitude]
+        if min(len(plus), len(minus)) >= 8:
+            error = np.sqrt(plus.var() / len(plus) + minus.var() / len(minus))
+            scores.append(abs(plus.mean() + minus.mean()) / error)
+    return max(scores)
+
+
 def natural_scale(name: str, of: dict[str, float]) -> float:
     """What an error of a figure is small against: the power, sigma or 1 that it is made from."""
     sigma = {

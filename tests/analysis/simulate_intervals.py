@@ -33,11 +33,14 @@ def draw(distribution: str, rng: np.random.Generator) -> torch.Tensor:
     return torch.from_numpy((SIGMA * values).astype(np.float32))
 
 
-def coverage(distribution: str, matrices: int, resamples: int, seed: int = 0, reach: float = 0.0) -> dict[str, float]:
-    """Share of matrices whose interval holds the truth, by figure. reach: in place of REACH's."""
+def coverage(
+    distribution: str, matrices: int, seed: int = 0, reach: float = 0.0
+) -> dict[str, tuple[float, float, float]]:
+    """By figure: share of matrices whose interval holds the truth, share whose interval is said to be doubtful, and
+    the median width. reach: in place of REACH's."""
     rng = np.random.default_rng(seed)
     scale = torch.tensor(SIGMA * (reach or REACH[distribution]) / 2688)
-    lows, highs, sums = [], [], np.zeros(len(COLUMNS))
+    lows, highs, doubtful, sums = [], [], [], np.zeros(len(COLUMNS))
     for index in range(matrices):
         source = DenseSide(draw(distribution, rng))
         first = StoredSide(quantize(source.values, "nvfp4", global_scale=scale))
@@ -47,20 +50,22 @@ def coverage(distribution: str, matrices: int, resamples: int, seed: int = 0, re
             second=RoundedSide(first, "mxfp4", "even", "simulated"),
             direct=RoundedSide(source, "mxfp4", "even", "simulated"),
         )
-        found = measure_sides(sides, resamples=resamples, seed=seed, name=str(index))
+        found = measure_sides(sides, name=str(index))
         lows.append([found.figures[f"{key}_low"] for key in WITH_INTERVAL])
         highs.append([found.figures[f"{key}_high"] for key in WITH_INTERVAL])
+        doubtful.append([key in found.doubtful for key in WITH_INTERVAL])
         sums += found.sums
     truth = figures_of_sums(sums[None], only=WITH_INTERVAL)
     true = np.array([truth[key][0] for key in WITH_INTERVAL])
     held = (np.array(lows) <= true) & (true <= np.array(highs))
-    return dict(zip(WITH_INTERVAL, held.mean(axis=0).tolist(), strict=True))
+    shares = held.mean(axis=0), np.mean(doubtful, axis=0), np.median(np.array(highs) - np.array(lows), axis=0)
+    return dict(zip(WITH_INTERVAL, zip(*(part.tolist() for part in shares), strict=True), strict=True))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--matrices", type=int, default=4000)
-    parser.add_argument("--resamples", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--reach", type=float, default=0.0, help="of the global scale, in sigma; below REACH: saturation"
     )
@@ -68,5 +73,9 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for name in arguments.distribution or ["gaussian", "student5", "laplace"]:
-        found = coverage(name, arguments.matrices, arguments.resamples, reach=arguments.reach)
-        print(name, " ".join(f"{key}={value:.4f}" for key, value in found.items()), flush=True)
+        for key, (held, doubtful, width) in coverage(
+            name, arguments.matrices, arguments.seed, reach=arguments.reach
+        ).items():
+            print(
+                f"{name} {key}: {100 * held:.2f} % held, {100 * doubtful:.1f} % doubtful, width {width:.4g}", flush=True
+            )

@@ -18,6 +18,8 @@ from workbench.checkpoints.recipe import read_recipe
 from workbench.cli import main
 from workbench.errors import ConfigError
 
+from .trio_checkpoints import write_checkpoint
+
 
 def unit(name: str, weights: int, noise: dict[str, float]) -> Unit:
     bits = {"four": 4.25, "six": 6.25, "eight": 8.25}
@@ -26,7 +28,7 @@ def unit(name: str, weights: int, noise: dict[str, float]) -> Unit:
     )
 
 
-def test_the_knapsack_is_near_the_best_of_all_choices() -> None:
+def test_the_knapsack_is_the_best_of_all_choices() -> None:
     rng = np.random.default_rng(0)
     for _ in range(20):
         units = []
@@ -45,9 +47,9 @@ def test_the_knapsack_is_near_the_best_of_all_choices() -> None:
             for pick in itertools.product(("four", "six", "eight"), repeat=6)
             if sum(u.bits[f] for u, f in zip(units, pick, strict=True)) <= 5.5 * weights
         )
-        even = sum(u.noise["four"] for u in units)
-        assert best <= got < even
-        assert (even - got) / (even - best) > 0.8
+        even = sum(u.noise["four"] for u in units)  # all that the smallest format alone would cost
+        assert got == pytest.approx(best, rel=1e-6)
+        assert got < even
     with pytest.raises(ConfigError, match="4 bits"):
         choose_formats(units, 4)
 
@@ -75,21 +77,7 @@ def test_units_are_what_a_server_runs_in_one_format(plan) -> None:  # type: igno
         assert checkpoint.entry(name).shape
 
 
-def logits(model, folder: Path, ids: torch.Tensor) -> torch.Tensor:  # type: ignore[no-untyped-def]
-    from workbench.mini_models.model import load
-
-    for path in folder.glob("model.safetensors"):
-        path.rename(folder / "model-00001.safetensors")  # `load` reads shards
-    load(model, folder)
-    with torch.inference_mode():
-        return model(ids).logits.double()
-
-
 def test_the_plan_is_quieter_by_its_own_measure_and_quantize_takes_it(plan, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    """What it predicts is a sum over layers. At mini-kimi's logits, with white inputs, it is no better than the uniform
-    choice (docs/analysis.md): the ratio is held within a band, so that a change either way is seen."""
-    from workbench.mini_models.model import build_model
-
     assert plan.best_uniform == "nvfp4"  # the quietest single format at 4.5 bits
     assert plan.noise < plan.uniform[plan.best_uniform]["noise"]
     write_recipe(tmp_path / "plan.yaml", plan)
@@ -98,19 +86,42 @@ def test_the_plan_is_quieter_by_its_own_measure_and_quantize_takes_it(plan, tmp_
         rule = recipe.choose(choice.modules[-1])
         assert rule is not None
         assert rule.format == choice.format
-    written = {
-        "plan": {"recipe": recipe},
-        "uniform": {"format": plan.best_uniform, "shared_globals": False},
+    quantize_checkpoint(model_path(), tmp_path / "q", dialect="compressed_tensors", weight_only=True, recipe=recipe)
+    with open_checkpoint(tmp_path / "q") as checkpoint:
+        formats = {e.module: e.format for e in checkpoint.entries() if e.quantized}
+    assert formats == {m: c.format for c in plan.choices if c.format != KEEP for m in c.modules}
+
+
+def test_odd_matrices_are_named_and_their_unit_is_kept(tmp_path: Path) -> None:
+    rows = {
+        "model.layers.0.mlp.down_proj": torch.randn(16, 48),  # no multiple of 32
+        "model.layers.0.self_attn.o_proj": torch.full((16, 64), float("nan")),
+        "model.layers.0.self_attn.q_proj": torch.zeros(0, 64),
+        "model.layers.1.mlp.down_proj": torch.randn(16, 64),
+        **{f"model.layers.1.mlp.experts.{e}.down_proj": torch.randn(16, 64) for e in range(3)},
     }
-    model = build_model("mini_kimi").float().eval()
-    ids = torch.randint(16, 2000, (4, 96), generator=torch.Generator().manual_seed(0))
-    exact = logits(model, model_path(), ids)
-    noise = {}
-    for name, how in written.items():
-        quantize_checkpoint(model_path(), tmp_path / name, dialect="compressed_tensors", weight_only=True, **how)
-        quantize_checkpoint(tmp_path / name, tmp_path / f"{name}-f32", format="bf16", dialect="plain")
-        noise[name] = float((logits(model, tmp_path / f"{name}-f32", ids) - exact).square().mean())
-    assert 0.8 < noise["plan"] / noise["uniform"] < 1.25, noise
+    write_checkpoint(tmp_path / "odd", {f"{m}.weight": w.bfloat16() for m, w in rows.items()})
+    found = plan_bits(source=tmp_path / "odd", bits=16, formats=("mxfp4", "nvfp4"), exclude=("*experts.1.*",))
+    assert {(f.tensor.removesuffix(".weight"), f.kind) for f in found.faults} == {
+        ("model.layers.0.mlp.down_proj", "format"),
+        ("model.layers.0.self_attn.o_proj", "non-finite"),
+        ("model.layers.0.self_attn.q_proj", "format"),
+    }
+    chosen = {module: choice.format for choice in found.choices for module in choice.modules}
+    assert chosen["model.layers.0.mlp.down_proj"] in ("nvfp4", KEEP)
+    assert chosen["model.layers.0.self_attn.o_proj"] == KEEP
+    assert chosen["model.layers.1.mlp.down_proj"] == "nvfp4"
+    assert found.kept == ("model.layers.1.mlp.experts.1.down_proj",)
+    write_recipe(tmp_path / "p.yaml", found)
+    recipe = read_recipe(str(tmp_path / "p.yaml"))
+    for module, format in (chosen | {found.kept[0]: KEEP}).items():
+        rule = recipe.choose(module)
+        assert rule is not None
+        assert rule.format == format
+    arguments = ["plan", str(tmp_path / "odd"), "--bits", "16", "--out", str(tmp_path / "p.yaml")]
+    assert main(arguments) == 2
+    assert main([*arguments, "--select", "*layers.1*"]) == 0
+    assert main([*arguments, "--select", "*layers.7*"]) == 3
 
 
 def test_the_command_writes_a_recipe_and_what_it_weighed(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
@@ -121,3 +132,34 @@ def test_the_command_writes_a_recipe_and_what_it_weighed(tmp_path: Path, capsys)
     assert stored["bits"] <= 5
     assert set(read_recipe(str(tmp_path / "p.yaml")).formats()) == {"nvfp4", "fp8_channel"}
     assert main(["plan", str(model_path()), "--bits", "2", "--out", str(tmp_path / "p.yaml")]) == 3
+
+
+@pytest.mark.slow
+def test_a_measured_plan_beats_the_best_uniform_choice_on_text_it_was_not_chosen_on(tmp_path: Path) -> None:
+    """mini-kimi, 5 bits: the best single format within the budget is nvfp4. Chosen and measured on different documents
+    of its own domain; the interval is over windows, paired."""
+    from workbench.mini_models.corpus import problem_document
+
+    from workbench.analysis.sensitivity import measure_recipes, measure_sensitivity
+    from workbench.evaluation.kld import cut_windows
+
+    def windows(first: int, tokens: int, count: int) -> list[list[int]]:
+        text = "".join(problem_document(number) for number in range(first, first + 20))
+        return cut_windows(text, model_path(), tokens=tokens, count=count)
+
+    chosen_on = windows(10_000_000, 64, 8)
+    formats = ("nvfp4", "fp8_channel")
+    measure_sensitivity(source=model_path(), windows=chosen_on, out=tmp_path / "s", formats=formats, subsets=0)
+    plan = plan_bits(source=model_path(), bits=5.0, sensitivity=tmp_path / "s")
+    assert plan.best_uniform == "nvfp4"
+    assert plan.bits <= 5.0
+    write_recipe(tmp_path / "plan.yaml", plan)
+    found = measure_recipes(
+        source=model_path(),
+        windows=windows(20_000_000, 128, 16),
+        out=tmp_path / "held_out",
+        recipes={"plan": str(tmp_path / "plan.yaml"), "nvfp4": "nvfp4"},
+    )
+    difference = found.differences[0]
+    assert difference.first_bits == pytest.approx(plan.bits)
+    assert difference.high < 0, difference

@@ -40,22 +40,30 @@ def test_without_a_file_inputs_are_white_and_nothing_is_gained(trio: Trio) -> No
     np.testing.assert_allclose(frame["coherence_gain_db"], 0, atol=1e-9)
 
 
-def test_a_moment_of_all_rows_stands_before_the_sample(trio: Trio, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("whole", "rows", "said"),
+    [(True, 20, "moments (full)"), (False, 0, "moments (diagonal)"), (False, 20, "moments (full)")],
+)
+def test_a_whole_moment_stands_before_the_sample_and_the_sample_before_a_diagonal(
+    whole: bool, rows: int, said: str, trio: Trio, tmp_path: Path
+) -> None:
     module, path = MODULES[0], tmp_path / "a.safetensors"
     x = torch.randn(500, 64, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.1, 3, 64)
-    diagonal = x.square().mean(0)
+    full = x.T @ x / len(x)
+    stored = full if whole else full.diagonal().clone()
     write_activations(
-        path, inputs={module: x[:20]}, amax={module: 9.0}, tokens_seen={module: 500}, second_moments={module: diagonal}
+        path, inputs={module: x[:rows]}, amax={module: 9.0}, tokens_seen={module: 500}, second_moments={module: stored}
     )
-    assert torch.equal(read_activations(path).second_moment(module), diagonal)
+    assert torch.equal(read_activations(path).second_moment(module), stored)
     arm = GemmArm(arm="nvfp4", checkpoint=trio.nvfp4)
     frame = analyze_gemm(source=trio.source, arms=[arm], activations=path, moments=True)
     row = frame[frame["name"] == f"{module}.weight"].iloc[0]
     w = trio.weights[f"{module}.weight"].double()
     error = quantize(w.float(), "nvfp4").dequantize().double() - w
-    want = 10 * torch.log10((w.square() * diagonal).sum() / (error.square() * diagonal).sum())
+    m = full.double() if whole else x[:rows].double().T @ x[:rows].double() / rows if rows else stored.double().diag()
+    want = 10 * torch.log10((w @ m * w).sum() / (error @ m * error).sum())
     assert row["sqnr_db"] == pytest.approx(float(want), abs=1e-4)
-    assert row["activations"] == "moments (diagonal)"
+    assert row["activations"] == said
 
 
 def test_full_moments_know_what_a_diagonal_cannot() -> None:
@@ -82,7 +90,7 @@ def test_a_wide_product_averages_nothing_away_unless_signal_and_inputs_are_align
 
 def test_merged_globals_cost_what_decoding_under_them_costs(trio: Trio) -> None:
     pair = ArmPair(first=trio.nvfp4, first_arm="nvfp4", second_arm="requant")
-    fused = fused_view(analyze_weights(source=trio.source, pairs=[pair], resamples=2))
+    fused = fused_view(analyze_weights(source=trio.source, pairs=[pair]))
     assert set(fused["members"]) == {2}
     group = fused[fused["name"].str.contains("experts.0")]
     assert len(group) == 2

@@ -15,11 +15,14 @@ import pandas as pd
 import pytest
 import torch
 
+from workbench.analysis.gemm import GemmArm
 from workbench.analysis.study import analyze_checkpoints
 from workbench.analysis.summary import AnalysisSummary
 from workbench.analysis.tensors import ArmPair
 from workbench.cli import main
 from workbench.errors import ConfigError
+from workbench.formats import quantize
+from workbench.progress import Progress
 from workbench.records import read_json
 
 from .analysis_memory import generate, peak
@@ -94,6 +97,38 @@ def test_every_fault_is_named_and_the_rest_is_analyzed(
     assert (both["sqnr_total_db"] == both["sqnr_total_db_good"]).all()
 
 
+def test_odd_shapes_are_named_and_the_rest_is_analyzed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Empty matrices, and a K that the first's block divides and the second's does not."""
+    shapes = {"good": (32, 64), "no rows": (0, 64), "K = 48": (32, 48), "no columns": (32, 0), "one row": (1, 32)}
+    generator = torch.Generator().manual_seed(0)
+    source, first, names = {}, {}, {}
+    for index, (what, shape) in enumerate(shapes.items()):
+        name = names[what] = EXPERT.format(index, "gate")
+        w = source[name] = (0.05 * torch.randn(*shape, generator=generator)).bfloat16()
+        n, k = shape
+        codes, scales = torch.empty(n, k // 2, dtype=torch.uint8), torch.empty(n, k // 16).to(torch.float8_e4m3fn)
+        multiplier = torch.tensor(1.0)
+        if w.numel():
+            q = quantize(w, "nvfp4")
+            assert q.global_scale is not None
+            codes, scales, multiplier = q.codes, q.block_scales, q.global_scale.reshape(()).clone()
+        first |= {name: codes, f"{name}_scale": scales, f"{name}_scale_2": multiplier}
+    write_checkpoint(tmp_path / "source", source)
+    write_checkpoint(tmp_path / "first", first, {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": []})
+    out = tmp_path / "out"
+    products = ["--products", "gaussian", "--bootstrap", "2"]
+    assert main(["analyze", str(tmp_path / "source"), str(tmp_path / "first"), "--out", str(out), *products]) == 2
+    summary = read_json(AnalysisSummary, out / "analysis.json")
+    assert {f.tensor: f.kind for f in summary.faults} == dict.fromkeys(
+        (names[what] for what in ("no rows", "K = 48", "no columns")), "format"
+    )
+    for table in ("tensors", "gemm"):
+        assert set(pd.read_parquet(out / f"{table}.parquet")["name"]) == {names["good"], names["one row"]}
+    shown = capsys.readouterr().out
+    assert f"{names['no rows']} is empty (shape (0, 64))" in shown
+    assert f"{names['K = 48']} K = 48 is not a multiple" in shown
+
+
 def test_a_source_of_another_model_is_said_to_be_one(trio: Trio, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(7)
     write_checkpoint(
@@ -112,6 +147,24 @@ def test_clean_checkpoints_end_in_zero_and_a_manifest(trio: Trio, tmp_path: Path
     ]  # fmt: skip
     assert "GB/s" in capsys.readouterr().out
     assert json.loads((out / "manifest.json").read_text())["stage_seconds"]["analyze"] > 0
+
+
+def test_progress_says_how_fast_it_reads_and_how_long_it_will_take(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two matrices were there before, one of 3 GB takes 2 s: seven more will take 14 s."""
+    now = [0.0]
+    monkeypatch.setattr("workbench.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    reading = Progress().reading()
+    for done, _ in enumerate(reading.bar(range(10), 10, "weights")):
+        if done == 2:
+            now[0] += 2.0
+            reading.add(3_000_000_000)
+        if done == 3:
+            break
+    shown = capsys.readouterr().out.split("\r")[-1]
+    assert shown == "[00:02]   weights: 3 of 10, 1.50 GB/s, 0:00:14 left"
 
 
 def test_without_a_source_what_needs_only_a_and_b(trio: Trio, tmp_path: Path) -> None:
@@ -164,6 +217,10 @@ def test_a_folder_of_another_analysis_is_refused(trio: Trio, tmp_path: Path) -> 
     assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == before
     with pytest.raises(ConfigError, match="another --out"):
         run(trio, tmp_path / "out", seed=1)
+    arms = [GemmArm(arm="first", checkpoint=trio.nvfp4)]
+    run(trio, tmp_path / "out", arms=arms)
+    with pytest.raises(ConfigError, match=r"other .*settings \(gemm.parquet\)"):
+        run(trio, tmp_path / "out", arms=arms, moments=True)
 
 
 KILLED = """

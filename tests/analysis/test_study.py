@@ -12,7 +12,6 @@ import pytest
 from workbench.analysis.gemm import GemmArm, _sqnr_with_interval, analyze_gemm
 from workbench.analysis.study import Arm, analyze_pairs
 from workbench.analysis.summary import AnalysisSummary, summarize
-from workbench.analysis.tensors import analyze_weights
 from workbench.errors import CheckpointError, ConfigError
 from workbench.records import read_json
 
@@ -117,8 +116,6 @@ def test_wrong_settings_are_refused_before_anything_is_measured(trio: Trio, tmp_
     for bootstrap in (0, -1):
         with pytest.raises(ConfigError, match="resamples"):
             run(trio, out, pair, bootstrap=bootstrap)
-        with pytest.raises(ConfigError, match="resamples"):
-            analyze_weights(source=trio.source, pairs=[], resamples=bootstrap)
         with pytest.raises(ConfigError, match="resamples"):
             analyze_gemm(source=trio.source, arms=[], resamples=bootstrap)
     for file in (tmp_path / "none.safetensors", damaged):

@@ -85,7 +85,8 @@ def run_job(job: dict) -> dict:
     ranks = llm.apply_model(describe_memory)
     recorder = llm.llm_engine.vllm_config.quant_config.recorder if job.get("activations") else None
     if recorder is not None:
-        recorder.enabled, recorder.limit = True, 4096
+        recorder.limit, recorder.moments, recorder.full_bytes = 4096, "full", 1 << 30
+        recorder.enabled = True
     new_tokens = job.get("new_tokens", 1)
     sampling = SamplingParams(
         max_tokens=new_tokens, temperature=0, prompt_logprobs=1, logprobs=1, ignore_eos=True, detokenize=False

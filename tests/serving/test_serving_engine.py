@@ -251,6 +251,11 @@ def test_captured_inputs_equal_a_transformers_hook(engine):
             rows, expected = (t[t[:, 0].argsort()] for t in (rows, expected))
         assert torch.allclose(rows, expected, atol=1e-4, rtol=1e-4), (module, (rows - expected).abs().max())
         assert captured.amax(module) == pytest.approx(float(expected.abs().amax()), rel=1e-4)
+        # The sample holds every row here, so it says what the moment of all rows is.
+        moment, x = captured.second_moment(module), rows.double()
+        assert moment is not None
+        want = x.T @ x / len(x)
+        assert (moment.double() - want).abs().max() <= 1e-7 * want.abs().max(), module
 
 
 def _write_f32(engine, weights):

@@ -5,8 +5,7 @@
 
 w = source, a = first(w), b = second(a), d = second(w) (direct); e1 = a - w, e2 = b - a, e = b - w, ed = d - w. All
 figures follow from sums over elements (`figures.py`), made by the compiled CPU pass a few rows at a time and kept for
-each bootstrap unit (a run of scale blocks), so that a bootstrap over blocks is a matrix product. Definitions:
-docs/analysis.md.
+each unit (a run of scale blocks), whose influence on a figure gives its interval. Definitions: docs/analysis.md.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from workbench.errors import FormatError
 from workbench.kernels import cpu_errors
 
 from .attribution import attribution_of, part_sums
-from .bootstrap import MAX_UNITS, RESAMPLES
 from .figures import Missing, figures_of, sqnr_db
+from .histograms import DENSITY_SAMPLES, code_asymmetry, count_density
+from .influence import MAX_UNITS
 from .sides import CHUNK_ELEMENTS, DenseSide, Side, chunk_rows
 
-__all__ = ["RESAMPLES", "Measured", "Sides", "error_density", "measure_matrix", "measure_sides", "sqnr_db"]
+__all__ = ["Measured", "Sides", "measure_matrix", "measure_sides", "sqnr_db"]
 
 WORST_BLOCKS = 3
 CODE_ELEMENTS = 1 << 18
 """Codes are counted on about so many elements of a large matrix: whole chunks, evenly spread."""
-DENSITY_BINS, DENSITY_LIMIT, DENSITY_SAMPLES = 48, 3.0, 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +69,7 @@ class Measured:
     """figures: the keys of TensorRecord from `power_source` on. worst: blocks with the largest total error, the worst
     first. codes: for each code of the second format `[16, 3]`: elements counted, sum of e2 and of e2 squared (None
     where it is not E2M1). density: see `error_density`. sums: `figures.COLUMNS` over the
-    matrix. nonfinite: arms that hold NaN or infinity."""
+    matrix. nonfinite: arms that hold NaN or infinity. doubtful: figures whose interval rests on few blocks."""
 
     figures: dict[str, float]
     worst: tuple[WorstBlock, ...]
@@ -78,6 +77,7 @@ class Measured:
     density: NDArray[np.int64] | None
     sums: NDArray[np.float64]
     nonfinite: tuple[str, ...]
+    doubtful: tuple[str, ...]
 
 
 def measure_matrix(
@@ -87,38 +87,35 @@ def measure_matrix(
     direct: Tensor | None = None,
     *,
     block: int = 32,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
     name: str = "tensor",
 ) -> dict[str, float]:
     """All figures of `records.TensorRecord` for dense values (its keys from `power_source` on).
 
     w, first, second, direct: `[..., K]`, equal shapes, any float dtype (exact in float64). A side that is None leaves
-    its figures NaN; with `first` None, e = second - w and e1, e2 are undefined. block: elements of K per bootstrap unit
-    (the coarser scale block), K must be a multiple. Powers are means of squares. An error that is exactly zero has SQNR
-    +inf; a correlation with a constant side is NaN; fewer than 8 blocks leave intervals NaN. Dense values have no
-    scales, so attributions are NaN.
-    Raises FormatError naming `name` for shapes that differ or do not divide into blocks.
+    its figures NaN; with `first` None, e = second - w and e1, e2 are undefined. block: elements of K per unit of an
+    interval (the coarser scale block), K must be a multiple. Powers are means of squares. An error that is exactly
+    zero has SQNR +inf; a correlation with a constant side is NaN; fewer than 8 blocks leave intervals NaN. Dense values
+    have no scales, so attributions are NaN.
+    Raises FormatError naming `name` for shapes that differ, are empty or do not divide into blocks.
     """
 
     def dense(t: Tensor | None) -> Side | None:
         return None if t is None else DenseSide(t, block=block)
 
     sides = Sides(source=dense(w), first=dense(first), second=dense(second), direct=dense(direct))
-    return measure_sides(sides, resamples=resamples, seed=seed, name=name).figures
+    return measure_sides(sides, name=name).figures
 
 
 def measure_sides(
     sides: Sides,
     *,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
     name: str = "tensor",
     pool: ThreadPoolExecutor | None = None,
 ) -> Measured:
     """Measure one matrix in one pass over its rows. pool: threads that share the chunks; None: this thread alone.
 
-    The result does not depend on the number of threads. Raises FormatError naming `name` for shapes that differ.
+    The result does not depend on the number of threads. Raises FormatError naming `name` for shapes that differ
+    and for an empty matrix.
     """
     shape, block = _check(sides, name)
     multiple = math.lcm(*(side.row_multiple for side in sides.present().values()))
@@ -136,39 +133,21 @@ def measure_sides(
         direct=sides.direct is None,
     )
     total = units.sum(axis=0)
-    figures = figures_of(units, total, missing, _constant(job, chunks, total, missing), resamples, seed, name)
+    figures, doubtful = figures_of(units, total, missing, _constant(job, chunks, total, missing))
     figures |= _attributions(parts, elements, missing)
     codes = np.sum([p.codes for p in parts if p.codes is not None], axis=0) if parts[0].codes is not None else None
-    figures["e2_code_asymmetry"] = _asymmetry(codes)
+    figures["e2_code_asymmetry"] = code_asymmetry(codes)
     both = sides.source is not None and sides.first is not None and sides.second is not None
     samples = np.concatenate([part.samples for part in parts], axis=1) if both else None
     return Measured(
         figures=figures,
         worst=_worst_blocks(parts, chunks, shape, block, elements),
         codes=codes,
-        density=None if samples is None else _density(samples[0], samples[1]),
+        density=None if samples is None else count_density(samples[0], samples[1]),
         sums=total,
         nonfinite=tuple(name for name in ("source", "first", "second", "direct") if any(name in p.bad for p in parts)),
+        doubtful=doubtful,
     )
-
-
-def error_density(
-    w: Tensor,
-    first: Tensor,
-    second: Tensor,
-    *,
-    bins: int = DENSITY_BINS,
-    limit: float = DENSITY_LIMIT,
-    samples: int = DENSITY_SAMPLES,
-) -> NDArray[np.int64]:
-    """Counts `[bins, bins]` of (e1 / rms e1, e2 / rms e2) on [-limit, limit)^2; rows are e1, columns e2.
-
-    About `samples` elements, at an odd stride so that every place in a block is seen; pairs beyond the limit are not
-    counted. All zero where an error is identically zero.
-    """
-    stride = max(1, w.numel() // samples) | 1
-    source, a, b = (t.reshape(-1)[::stride].double().numpy() for t in (w, first, second))
-    return _density(a - source, b - a, bins, limit)
 
 
 # ---- chunks ----------------------------------------------------------------------------------------------------------
@@ -262,6 +241,8 @@ def _check(sides: Sides, name: str) -> tuple[tuple[int, ...], int]:
     if leading is None:
         raise FormatError(f"{name}: neither a source nor a first arm", fix="give at least one of them")
     shape = leading.shape
+    if 0 in shape:
+        raise FormatError(f"{name}: is empty (shape {shape})", fix="exclude this tensor from the quantized arms")
     for arm, side in present.items():
         if side.shape != shape:
             raise FormatError(
@@ -339,26 +320,6 @@ def _attributions(parts: list[_Part], elements: int, missing: Missing) -> dict[s
     return found
 
 
-def _asymmetry(codes: NDArray[np.float64] | None) -> float:
-    """Largest |mean e2 at +m plus mean e2 at -m| over its standard error, over the magnitudes m of the codes.
-
-    Below about 3: as symmetric as chance has it. NaN where no magnitude has both signs at least 8 times.
-    """
-    if codes is None:
-        return math.nan
-    found = []
-    for plus, minus in zip(codes[1:8], codes[9:16], strict=True):
-        if min(plus[0], minus[0]) < 8:
-            continue
-        means = [side[1] / side[0] for side in (plus, minus)]
-        variances = [
-            max(0.0, side[2] / side[0] - m * m) / side[0] for side, m in zip((plus, minus), means, strict=True)
-        ]
-        if sum(variances) > 0:
-            found.append(abs(sum(means)) / math.sqrt(sum(variances)))
-    return max(found, default=math.nan)
-
-
 def _worst_blocks(
     parts: list[_Part], chunks: list[tuple[int, int]], shape: tuple[int, ...], block: int, elements: int
 ) -> tuple[WorstBlock, ...]:
@@ -376,14 +337,3 @@ def _worst_blocks(
         excess = (-energy / block) / (total / elements)
         worst.append(WorstBlock(row, column, float(-energy / total), float(excess), float(sqnr_db(signal, -energy))))
     return tuple(worst)
-
-
-def _density(
-    e1: NDArray[np.float64], e2: NDArray[np.float64], bins: int = DENSITY_BINS, limit: float = DENSITY_LIMIT
-) -> NDArray[np.int64]:
-    rms1, rms2 = math.sqrt(float(np.mean(e1**2))), math.sqrt(float(np.mean(e2**2)))
-    if not (0 < rms1 < math.inf and 0 < rms2 < math.inf):
-        return np.zeros((bins, bins), np.int64)
-    edges = np.linspace(-limit, limit, bins + 1)
-    counts, _, _ = np.histogram2d(e1 / rms1, e2 / rms2, bins=[edges, edges])
-    return counts.astype(np.int64)

@@ -2,29 +2,24 @@
 
     low, high = interval(sqnr_db(*(draw_counts(n, resamples, seed) @ sums_per_unit).T))
 
-The statistic is evaluated on sums over units (scale blocks of a matrix, tokens of a layer), so a resample is one row of
-a matrix product and costs nothing beside quantizing the matrix. The same seed gives the same draws for every matrix of
-one size; `shuffle` deals them to the units anew for each name, so that intervals of two matrices are reproducible and
-yet independent.
+The statistic is evaluated on sums over units (tokens of a layer, matrices of a model), so a resample is one row of a
+matrix product. The same seed gives the same draws for every layer of one size. A matrix's own intervals are made
+without resamples: `influence.py`.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import zlib
 
 import numpy as np
 from numpy.typing import NDArray
 
 RESAMPLES = 1000
-"""Of a matrix by default: with 200, the 5th and 195th of them bound an interval that covers 94 %, not 95."""
+"""By default: with 200, the 5th and 195th of them bound an interval that covers 94 %, not 95."""
 
 MIN_UNITS = 8
 """With fewer units the percentiles of a bootstrap mean little: the interval is NaN."""
-
-MAX_UNITS = 1024
-"""A matrix with more scale blocks uses runs of neighbouring blocks as units (keeps a resample cheap)."""
 
 
 @functools.lru_cache(maxsize=8)
@@ -34,11 +29,6 @@ def draw_counts(units: int, resamples: int, seed: int) -> NDArray[np.float64]:
     counts = rng.multinomial(units, np.full(units, 1.0 / units), size=resamples).astype(np.float64)
     counts.setflags(write=False)
     return counts
-
-
-def shuffle(units: int, seed: int, name: str) -> NDArray[np.int64]:
-    """An order of the units that `seed` and `name` decide."""
-    return np.random.default_rng([seed, zlib.crc32(name.encode())]).permutation(units)
 
 
 def interval(values: NDArray[np.float64], level: float = 0.95) -> tuple[float, float]:

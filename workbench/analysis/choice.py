@@ -10,6 +10,7 @@ without replacement; each stands for `weight` matrices of its stratum.
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,13 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.errors import CheckpointError, ConfigError
+from workbench.errors import CheckpointError, ConfigError, FormatError
 
 from .faults import Fault
 from .inputs import OpenCheckpoints
 
 if TYPE_CHECKING:
     from .tensors import ArmPair
+
+GRANULARITIES = ("layer", "expert")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,7 @@ def choose_matrices(
     wanted = set().union(*by_pair.values()) if by_pair else set()
     entries = [e for e in original.entries() if e.name in wanted]
     if select is not None:
-        entries = [e for e in entries if fnmatch.fnmatchcase(e.name, select) or fnmatch.fnmatchcase(e.module, select)]
+        entries = [e for e in entries if _is_of(e, select)]
         faults = [f for f in faults if fnmatch.fnmatchcase(f.tensor, select)]
         if not entries and not faults:
             raise ConfigError(
@@ -82,6 +85,73 @@ def sample_entries(entries: list[Any], size: int, seed: int) -> dict[str, float]
         for index in sorted(rng.choice(len(names), size=count, replace=False)):
             weights[names[index]] = len(names) / count
     return weights
+
+
+def pick_entries(entries: Sequence[Any], select: str | None = None, exclude: Sequence[str] = ()) -> list[Any]:
+    """The entries whose name or module is of the glob `select` and of none of `exclude`. Raises ConfigError when none
+    is left."""
+    picked = [e for e in entries if (select is None or _is_of(e, select)) and not any(_is_of(e, g) for g in exclude)]
+    if not picked:
+        given = [f"--select {select}"] * (select is not None) + [f"--exclude {glob}" for glob in exclude]
+        raise ConfigError(f"{' '.join(given)} leaves no matrix", fix="globs cover whole names, e.g. '*experts.*'")
+    return picked
+
+
+def units_of(entries: Sequence[Any], granularity: str) -> dict[str, list[Any]]:
+    """Entries by what a server runs in one format: fused projections, and all routed experts of a layer ("layer") or
+    each of them ("expert")."""
+    from workbench.checkpoints.names import fusion_group
+
+    if granularity not in GRANULARITIES:
+        raise ConfigError(f"unknown granularity {granularity!r}", fix=f"choose one of: {', '.join(GRANULARITIES)}")
+    units: dict[str, list[Any]] = {}
+    for entry in entries:
+        if entry.expert >= 0:
+            container = entry.module.partition(f".experts.{entry.expert}.")[0] + ".experts"
+            name = container if granularity == "layer" else f"{container}.{entry.expert}"
+        else:
+            name = fusion_group(entry.module) or entry.module
+        units.setdefault(name, []).append(entry)
+    return units
+
+
+def rounding_fault(entry: Any, w: Any, format: str) -> Fault | None:
+    """Why a matrix cannot be rounded to `format`: it is empty, holds NaN or infinity, or its K does not divide."""
+    import torch
+
+    from workbench.formats import quantize
+
+    if 0 in entry.shape:
+        return Fault(tensor=entry.name, kind="format", message=f"is empty (shape {list(entry.shape)})")
+    if w is not None and not bool(torch.isfinite(w).all()):
+        return Fault(tensor=entry.name, kind="non-finite", message="holds NaN or infinity")
+    try:
+        quantize(torch.zeros(1, entry.shape[-1]), format)
+    except FormatError as error:
+        what = error.message.partition(": ")[2]
+        return Fault(tensor=entry.name, kind="format", message=f"does not take {format}: {what}")
+    return None
+
+
+def stored_bits(tensor: Any) -> float:
+    """Bits of a matrix as it is stored: of a quantized one codes, block scales and zero points; one number for a whole
+    matrix (a global scale) counts as none."""
+    if not hasattr(tensor, "codes"):
+        return 8.0 * float(tensor.nbytes)
+    parts = (tensor.codes, tensor.block_scales, tensor.zero_points)
+    return 8.0 * sum(t.nbytes for t in parts if t is not None)
+
+
+def kept_bits(checkpoint: Any, entry: Any) -> float:
+    """Stored bits of an entry as it is in its checkpoint; a plain one is not read for it."""
+    plain = {"bf16": 16, "f16": 16, "f32": 32, "f64": 64}.get(entry.format)
+    if plain is not None:
+        return float(plain * math.prod(entry.shape))
+    return stored_bits(checkpoint.read(entry.name))
+
+
+def _is_of(entry: Any, glob: str) -> bool:
+    return fnmatch.fnmatchcase(entry.name, glob) or fnmatch.fnmatchcase(entry.module, glob)
 
 
 def _matrices_of(

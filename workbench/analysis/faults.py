@@ -17,7 +17,7 @@ KINDS = {
     "missing": "an arm does not hold the matrix",
     "shape": "an arm holds it in another shape",
     "unreadable": "it cannot be read as its checkpoint declares it",
-    "format": "it does not fit the format that it is to be rounded to",
+    "format": "it does not fit the format that it is to be rounded to, or is empty",
     "non-finite": "an arm's values hold NaN or infinity",
     "all-zero": "every value is zero, so ratios are undefined (its row is kept)",
     "unrelated": "the first arm's values do not resemble the source's (its row is kept)",

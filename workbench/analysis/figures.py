@@ -1,6 +1,6 @@
-"""Figures of the error algebra from sums over elements: of one matrix, of resamples of it, or pooled over many.
+"""Figures of the error algebra from sums over elements: of one matrix, with intervals, or pooled over many.
 
-    figures_of(units, units.sum(0), missing, constant, resamples, seed, name)
+    figures, doubtful = figures_of(units, units.sum(0), missing, constant)
 
 A sum is one of `kernels.cpu_errors.SUMS`, then the number of elements. a = w + e1 and b = w + e follow by linearity.
 Definitions with units: docs/analysis.md and docs/schema.md.
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from workbench.kernels.cpu_errors import SUMS
 
-from .bootstrap import MIN_UNITS, draw_counts, interval, shuffle
+from .influence import FEW_EFFECTIVE, NONE, Interval, intervals
 
 Sums = NDArray[np.float64] | float
 COLUMNS = (*SUMS, "n")
@@ -39,7 +39,9 @@ WITH_INTERVAL = (
     "cov_e1_e2_share",
     "gain_total_excess",
 )
-_DRAWN = [COLUMNS.index(c) for c in ("e1", "e2", "w_w", "e1_e1", "e2_e2", "e_e", "ed_ed", "w_e", "e1_e2", "n")]
+_SUMS_OF_INTERVALS = [
+    COLUMNS.index(c) for c in ("e1", "e2", "w_w", "e1_e1", "e2_e2", "e_e", "ed_ed", "w_e", "e1_e2", "n")
+]
 # What each figure needs: an arm, or an error (which needs its arms).
 _SOURCE, _FIRST, _SECOND, _DIRECT = "source", "first", "second", "direct"
 _E1, _E2, _E, _ED = (_SOURCE, _FIRST), (_FIRST, _SECOND), (_SOURCE, _SECOND), (_SOURCE, _DIRECT)
@@ -101,40 +103,40 @@ def sqnr_db(power_signal: Sums, power_error: Sums) -> NDArray[np.float64]:
 
 
 def figures_of(
-    units: NDArray[np.float64],
-    total: NDArray[np.float64],
-    missing: Missing,
-    constant: dict[str, bool],
-    resamples: int,
-    seed: int,
-    name: str = "",
-) -> dict[str, float]:
-    """Every figure of NEEDS and the intervals of WITH_INTERVAL, from sums by bootstrap unit `[units, columns]`.
+    units: NDArray[np.float64], total: NDArray[np.float64], missing: Missing, constant: dict[str, bool]
+) -> tuple[dict[str, float], tuple[str, ...]]:
+    """Every figure of NEEDS and the intervals of WITH_INTERVAL, from sums by unit `[units, columns]`; then the figures
+    whose interval rests on few units (`influence.FEW_EFFECTIVE`).
 
     constant: which of w, a, e1, e2 hold one value only; their correlations are NaN.
-    name: of the matrix, for the draws.
     """
     point = {key: float(value[0]) for key, value in figures_of_sums(total[None]).items()}
-    bounds: dict[str, tuple[float, float]] = {}
-    if len(units) >= MIN_UNITS and resamples >= 2:
-        drawn = np.zeros((resamples, len(COLUMNS)))
-        with np.errstate(invalid="ignore", over="ignore"):
-            drawn[:, _DRAWN] = (
-                draw_counts(len(units), resamples, seed) @ units[shuffle(len(units), seed, name)][:, _DRAWN]
-            )
-        resampled = figures_of_sums(drawn, only=WITH_INTERVAL)
-        bounds = {key: interval(values) for key, values in resampled.items()}
+    bounds = intervals(units[:, _SUMS_OF_INTERVALS], _figures_with_interval)
     absent = {arm for arm, gone in missing._asdict().items() if gone}
     figures: dict[str, float] = {}
+    doubtful = []
     for key, needs in NEEDS.items():
         undefined = not absent.isdisjoint(needs) or any(constant[s] for s in _CONSTANT_MATTERS.get(key, ()))
         figures[key] = math.nan if undefined else point[key]
         if key in WITH_INTERVAL:
-            low, high = (math.nan, math.nan) if undefined else bounds.get(key, (math.nan, math.nan))
-            figures[f"{key}_low"], figures[f"{key}_high"] = low, high
+            found: Interval = NONE if undefined else bounds[key]
+            limit = 1.0 if key.startswith("corr") else math.inf
+            figures[f"{key}_low"], figures[f"{key}_high"] = (_within(v, limit) for v in found[:2])
+            doubtful += [key] if found.effective < FEW_EFFECTIVE else []
     if constant["e2"] and not absent.intersection(_E2):
         figures["e2_std"] = 0.0
-    return figures
+    return figures, tuple(doubtful)
+
+
+def _figures_with_interval(sums: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
+    """Those of WITH_INTERVAL, from the sums that they need."""
+    whole = np.zeros((len(sums), len(COLUMNS)))
+    whole[:, _SUMS_OF_INTERVALS] = sums
+    return figures_of_sums(whole, only=WITH_INTERVAL)
+
+
+def _within(value: float, limit: float) -> float:
+    return value if math.isnan(value) else max(-limit, min(limit, value))
 
 
 def figures_of_sums(sums: NDArray[np.float64], only: tuple[str, ...] | None = None) -> dict[str, NDArray[np.float64]]:

@@ -66,7 +66,9 @@ def fused_view(frame: pd.DataFrame) -> pd.DataFrame:
                         "sqnr_merged_first_db": _merged(row, float(first)),
                     }
                 )
-    return pd.DataFrame(rows, columns=list(COLUMNS))
+    table = pd.DataFrame(rows, columns=list(COLUMNS))
+    numbers = COLUMNS[COLUMNS.index("members") :]
+    return table if rows else table.astype(dict.fromkeys(numbers, float))  # of a sample without a whole group, too
 
 
 def _merged(row: pd.Series, ratio: float) -> float:

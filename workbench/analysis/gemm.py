@@ -34,8 +34,8 @@ from workbench.formats import QuantizedTensor, get_format, quantize
 from workbench.formats.activations import Activations, read_activations
 from workbench.records import SCHEMA_VERSION, GemmRecord
 
-from .algebra import RESAMPLES, sqnr_db
-from .bootstrap import MIN_UNITS, draw_counts, interval
+from .algebra import sqnr_db
+from .bootstrap import MIN_UNITS, RESAMPLES, draw_counts, interval
 from .inputs import OpenCheckpoints, Progress, check_resamples, shown
 from .journal import Journal
 from .moments import expected_power, moment_for
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 KINDS = ("weight", "activation", "both")
+GAUSSIAN_TOKENS, MAX_TOKENS = 256, 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,8 +70,8 @@ def analyze_gemm(
     source: str | Path,
     arms: Sequence[GemmArm],
     activations: Path | None = None,
-    gaussian_tokens: int = 256,
-    max_tokens: int = 1024,
+    gaussian_tokens: int = GAUSSIAN_TOKENS,
+    max_tokens: int = MAX_TOKENS,
     only: Collection[str] | None = None,
     moments: bool = False,
     journal: Path | None = None,
@@ -78,7 +79,8 @@ def analyze_gemm(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> pd.DataFrame:
-    """Measure every matrix that is quantized in an arm's checkpoint; columns are GemmRecord's.
+    """Measure every matrix that is quantized in an arm's checkpoint; columns are GemmRecord's, `attrs["inputs"]`
+    is what they depend on.
 
     activations: a captured file (`formats.activations`); None takes N(0, 1) rows (`gaussian_tokens` of them, seeded per
     module, NVFP4's global scale then per token). At most `max_tokens` rows of a module are used. A module without a
@@ -99,13 +101,7 @@ def analyze_gemm(
         if only is not None:
             wanted = {arm: matrices & set(only) for arm, matrices in wanted.items()}
         names = [e.name for e in original.entries() if any(e.name in w for w in wanted.values())]
-        key = {
-            "schema_version": SCHEMA_VERSION,
-            "checkpoints": checkpoints.fingerprints(),
-            "arms": [{k: str(v) for k, v in dataclasses.asdict(arm).items()} for arm in arms],
-            "activations": _stamp(activations),
-            "settings": [gaussian_tokens, max_tokens, resamples, seed, moments],
-        }
+        key = _key(checkpoints, arms, activations, [gaussian_tokens, max_tokens, resamples, seed, moments])
         log = stack.enter_context(Journal.open(journal, key))
         for name in shown(names, "matrix products", progress):
             if name not in log:
@@ -117,7 +113,28 @@ def analyze_gemm(
                     continue
                 log.add(name, _measure_layer(entry, original, chosen, checkpoints, x, seen, captured, resamples, seed))
         columns = [f.name for f in dataclasses.fields(GemmRecord)]
-        return pd.DataFrame([row for name in names for row in log.rows(name)], columns=columns)
+        frame = pd.DataFrame([row for name in names for row in log.rows(name)], columns=columns)
+        frame.attrs["inputs"] = key
+        return frame
+
+
+def products_key(
+    source: str | Path,
+    arms: Sequence[GemmArm],
+    activations: Path | None,
+    *,
+    gaussian_tokens: int = GAUSSIAN_TOKENS,
+    max_tokens: int = MAX_TOKENS,
+    moments: bool = False,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """What `attrs["inputs"]` of the table is for these arguments of `analyze_gemm`; reads headers only."""
+    with ExitStack() as stack:
+        checkpoints = OpenCheckpoints(stack)
+        for path in (source, *(arm.checkpoint for arm in arms)):
+            checkpoints.open(path)
+        return _key(checkpoints, arms, activations, [gaussian_tokens, max_tokens, resamples, seed, moments])
 
 
 def output_noise(
@@ -328,6 +345,18 @@ def _power(t: Tensor) -> float:
 
 def _difference(a: float, b: float) -> float:
     return math.nan if math.isinf(a) and math.isinf(b) else a - b
+
+
+def _key(
+    checkpoints: OpenCheckpoints, arms: Sequence[GemmArm], activations: Path | None, settings: list[Any]
+) -> dict[str, Any]:
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "checkpoints": checkpoints.fingerprints(),
+        "arms": [{k: str(v) for k, v in dataclasses.asdict(arm).items()} for arm in arms],
+        "activations": _stamp(activations),
+        "settings": settings,
+    }
 
 
 def _stamp(path: Path | None) -> list[Any]:

@@ -33,10 +33,12 @@ def second_moment(x: Tensor) -> Tensor:
 
 
 def moment_for(module: str, k: int, captured: Activations | None, x: Tensor) -> tuple[Tensor | None, str]:
-    """The second moment of a module's input, and what it is: that of all rows seen where the file has it, else of the
-    sampled rows, the identity without a file. None where no row reached the module.
+    """The second moment of a module's input, and what it is: the whole one of all rows seen where the file has it, else
+    that of the sampled rows, else the diagonal of all; without a file the
+    identity. None where no row reached the module.
 
-    Raises CheckpointError where the file's moment is of another width.
+    Sampled rows come before a diagonal: their moment is unbiased, and a diagonal leaves out how inputs move together
+    (docs/analysis.md has both measured). Raises CheckpointError where the file's moment is of another width.
     """
     if captured is None:
         return torch.ones(k, dtype=torch.float64), "moments (white)"
@@ -46,7 +48,8 @@ def moment_for(module: str, k: int, captured: Activations | None, x: Tensor) -> 
                 f"{module} takes {k} inputs, but its captured second moment is {tuple(stored.shape)}",
                 fix="capture the activations again with this checkpoint",
             )
-        return stored, "moments (diagonal)" if stored.dim() == 1 else "moments (full)"
+        if stored.dim() == 2 or not len(x):
+            return stored, "moments (diagonal)" if stored.dim() == 1 else "moments (full)"
     if not len(x):
         return None, "moments (full)"
     return second_moment(x), "moments (full)"

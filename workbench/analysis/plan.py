@@ -1,13 +1,15 @@
-"""A mixed-precision plan: which layers get more bits, by output noise, within a budget of stored bits per weight.
+"""A mixed-precision plan: which layers get more bits within a budget of stored bits per weight.
 
-    plan = plan_bits(source=Path("kimi"), bits=5.0, formats=("mxfp4", "nvfp4", "fp8_channel", "keep"))
+    plan = plan_bits(source=Path("kimi"), bits=5.0, sensitivity=Path("sensitivity"))      # measured, `sensitivity.py`
+    plan = plan_bits(source=Path("kimi"), bits=5.0, formats=("mxfp4", "nvfp4", "keep"))   # predicted from the weights
     write_recipe(Path("plan.yaml"), plan)          # workbench quantize SRC DST --recipe plan.yaml --dialect ...
 
-Every linear weight is rounded to every format; its noise is the expected output noise over the expected output power
-(`moments.py`) times the matrix's share in what its layer adds: 1, or for a routed expert its share of the layer's
-tokens. Units are what a server runs in one format: fused projections, and all routed experts of a layer ("layer"), or
-each expert ("expert"). The noise of units adds; which of them get more bits is a knapsack, solved along each unit's
-lower convex hull, optimal but for the last unit. Trade-off: noise is added up, not carried through the network.
+Units are what a server runs in one format: fused projections, and all routed experts of a layer ("layer"), or each
+expert ("expert"). A unit's noise in a format is the KL divergence that was measured with it alone rounded; without a
+measurement, its expected output noise over its expected output power (`moments.py`) times the matrix's share in what
+its layer adds: 1, or for a routed expert its share of the layer's tokens. The noise of units is added up, and which get
+more bits is a knapsack, solved exactly (HiGHS). Trade-off: the sum over output noises takes every layer to be equally
+harmful, which it is not; the measured one costs a run of the model for each unit and format.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from workbench.errors import CheckpointError, ConfigError
@@ -25,17 +28,21 @@ from workbench.formats import QuantizedTensor, get_format, quantize
 from workbench.formats.activations import Activations, read_activations
 from workbench.records import write_text
 
+from .choice import kept_bits, pick_entries, rounding_fault, stored_bits, units_of
+from .faults import Fault
 from .inputs import Progress, shown
 from .moments import expected_power, moment_for
 
 KEEP = "keep"
 FORMATS = ("mxfp4", "nvfp4", "fp8_channel", KEEP)
-GRANULARITIES = ("layer", "expert")
+_GAP, _SOLVER_S = 1e-6, 120.0
+NOISE, DIVERGENCE = "output noise", "KL divergence, nats"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
-    """Matrices that get one format. bits, noise: by format, stored bits of all its weights and weighted noise."""
+    """Matrices that get one format. bits, noise: by format that it can have, stored bits of all its weights and its
+    noise."""
 
     name: str
     modules: tuple[str, ...]
@@ -58,10 +65,13 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """bits: stored bits a weight over all units, at most `budget`. noise: sum over units, relative to their outputs.
+    """bits: stored bits a weight over all units, at most `budget`. noise: sum over units, of `measure`: output noise
+    relative to the outputs, or KL divergence in nats.
 
-    uniform: for each format alone, its bits and noise; best_uniform: the quietest of those within the budget ("" :
-    none). choices: noisiest unit first. activations: what the inputs' second moments are from.
+    uniform: for each format alone (kept, where a unit cannot have it), its bits and noise; best_uniform: the quietest
+    of those within the budget ("" : none). choices: noisiest unit first. activations: what the inputs' second moments
+    are from, or what the measured model did with its inputs. kept: modules that were left out and share a container
+    with planned ones. faults: what some format cannot take.
     """
 
     source: str
@@ -73,35 +83,54 @@ class Plan:
     uniform: dict[str, dict[str, float]]
     best_uniform: str
     choices: tuple[Choice, ...] = field(default_factory=tuple)
+    measure: str = NOISE
+    kept: tuple[str, ...] = ()
+    faults: tuple[Fault, ...] = ()
 
 
 def plan_bits(
     *,
     source: str | Path,
     bits: float,
-    formats: Sequence[str] = FORMATS,
+    formats: Sequence[str] | None = None,
     activations: Path | None = None,
-    granularity: str = "layer",
+    sensitivity: Path | None = None,
+    granularity: str | None = None,
+    select: str | None = None,
+    exclude: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> Plan:
     """Choose a format for every unit of the source's linear weights. bits: stored bits a weight, scales included.
 
-    Raises ConfigError for a budget below the smallest format's bits, an unknown granularity or format;
-    CheckpointError where the source has no linear weight.
+    sensitivity: a folder of `measure_sensitivity`, whose divergences decide; its units and formats are then the plan's.
+    select, exclude: globs of matrices; the others stay as they are and count for nothing. Raises ConfigError for a
+    budget below the smallest format's bits, an unknown granularity or format, a measurement of another source or
+    without a format; CheckpointError where the source has no linear weight.
     """
-    units = measure_units(
-        source=source, formats=formats, activations=activations, granularity=granularity, progress=progress
-    )
+    faults: list[Fault] = []
+    if sensitivity is not None:
+        if activations is not None:
+            raise ConfigError("both activations and a measured sensitivity are given", fix="give one of them")
+        units, made_with, granularity = _measured_units(
+            source, sensitivity, formats, granularity, select, exclude, faults
+        )
+    else:
+        granularity = granularity or "layer"
+        made_with = "captured" if activations is not None else "white"
+        units = measure_units(
+            source=source,
+            formats=formats or FORMATS,
+            activations=activations,
+            granularity=granularity,
+            select=select,
+            exclude=exclude,
+            faults=faults,
+            progress=progress,
+        )
     chosen = choose_formats(units, bits)
     weights = sum(unit.weights for unit in units)
     noise = sum(unit.noise[chosen[unit.name]] for unit in units)
-    uniform = {
-        f: {
-            "bits": sum(unit.bits[f] for unit in units) / weights,
-            "noise": sum(unit.noise[f] for unit in units),
-        }
-        for f in formats
-    }
+    uniform = _uniform(units)
     within = {f: of["noise"] for f, of in uniform.items() if of["bits"] <= bits + 1e-9}
     choices = [
         Choice(
@@ -120,10 +149,13 @@ def plan_bits(
         bits=sum(unit.bits[chosen[unit.name]] for unit in units) / weights,
         noise=noise,
         granularity=granularity,
-        activations="captured" if activations is not None else "white",
+        activations=made_with,
         uniform=uniform,
         best_uniform=min(within, key=lambda f: within[f]) if within else "",
         choices=tuple(sorted(choices, key=lambda c: (-c.noise, c.unit))),
+        measure=NOISE if sensitivity is None else DIVERGENCE,
+        kept=_kept(source, units),
+        faults=tuple(faults),
     )
 
 
@@ -133,73 +165,71 @@ def measure_units(
     formats: Sequence[str],
     activations: Path | None = None,
     granularity: str = "layer",
+    select: str | None = None,
+    exclude: Sequence[str] = (),
+    faults: list[Fault] | None = None,
     progress: Progress | None = None,
 ) -> list[Unit]:
-    """Every unit of the source with its bits and noise under every format, in layer order."""
+    """Every unit of the source with its bits and expected output noise under every format, in layer order. What a
+    format cannot take goes to `faults`; its unit does not have that format, but may be kept."""
     from workbench.checkpoints import open_checkpoint
-    from workbench.checkpoints.selection import linear_weights
 
-    if granularity not in GRANULARITIES:
-        raise ConfigError(f"unknown granularity {granularity!r}", fix=f"choose one of: {', '.join(GRANULARITIES)}")
     for name in formats:
         if name != KEEP:
             get_format(name)
     captured = read_activations(activations) if activations is not None else None
+    faults = [] if faults is None else faults
     with open_checkpoint(source) as checkpoint:
-        entries = linear_weights(checkpoint)
-        if not entries:
-            raise CheckpointError(f"{source} has no linear layer", fix="give a checkpoint with `layers.<i>` matrices")
+        entries = pick_entries(_linear(checkpoint), select, exclude)
+        units = units_of(entries, granularity)
         shares = _shares(entries, captured)
+        unit_of = {entry.name: unit for unit, of in units.items() for entry in of}
         by_name = {entry.name: entry for entry in entries}
-        found: dict[str, _Sum] = {}
+        sums = {unit: _Sum() for unit in units}
         for name in shown(list(by_name), "weights", progress):
-            entry = by_name[name]
             tensor = checkpoint.read(name)
-            unit = found.setdefault(_unit_of(entry, granularity), _Sum())
-            unit.add(entry, tensor, formats, captured, shares[name])
-    return [
-        Unit(name=name, modules=tuple(s.modules), weights=s.weights, bits=s.bits, noise=s.noise)
-        for name, s in found.items()
-    ]
+            sums[unit_of[name]].add(by_name[name], tensor, formats, captured, shares[name], faults)
+    return [sums[name].unit(name) for name in units]
 
 
 def choose_formats(units: Sequence[Unit], bits: float) -> dict[str, str]:
-    """The format of each unit: least noise within `bits` a weight.
+    """The format of each unit: least noise within `bits` a weight, as a multiple-choice knapsack (SciPy's HiGHS).
 
-    Starts from each unit's fewest bits and takes the step that removes most noise a bit, as long as one fits. Raises
-    ConfigError where the fewest bits are too many.
+    Raises ConfigError where the fewest bits are too many.
     """
-    hulls = {unit.name: _hull(unit) for unit in units}
-    chosen = {name: 0 for name in hulls}
-    left = bits * sum(unit.weights for unit in units) * (1 + 1e-12)
-    left -= sum(unit.bits[hulls[unit.name][0]] for unit in units)
-    if left < 0:
-        least = sum(unit.bits[hulls[unit.name][0]] for unit in units) / sum(unit.weights for unit in units)
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import csr_array
+
+    weights = sum(unit.weights for unit in units)
+    least = sum(min(unit.bits.values()) for unit in units) / weights
+    if least > bits * (1 + 1e-12):
         raise ConfigError(f"a budget of {bits} bits a weight", fix=f"these formats take at least {least:.3f}")
-    by_name = {unit.name: unit for unit in units}
-    while True:
-        steps = []
-        for name, place in chosen.items():
-            hull, unit = hulls[name], by_name[name]
-            if place + 1 < len(hull):
-                more = unit.bits[hull[place + 1]] - unit.bits[hull[place]]
-                if more <= left:
-                    steps.append(((unit.noise[hull[place]] - unit.noise[hull[place + 1]]) / more, name, more))
-        if not steps:
-            return {name: hulls[name][place] for name, place in chosen.items()}
-        _, name, more = max(steps)
-        chosen[name] += 1
-        left -= more
+    options = [(place, unit, f) for place, unit in enumerate(units) for f in unit.bits]
+    noise = np.array([unit.noise[f] for _, unit, f in options])
+    cost = np.array([unit.bits[f] for _, unit, f in options]) / weights
+    rows = np.array([place for place, _, _ in options])
+    one_each = csr_array((np.ones(len(rows)), (rows, np.arange(len(rows)))), shape=(len(units), len(rows)))
+    found = milp(
+        noise * (1e4 / (noise.max() or 1.0)),  # its tolerances are absolute
+        integrality=np.ones(len(rows)),
+        bounds=Bounds(0, 1),
+        constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(cost[None], -np.inf, bits * (1 + 1e-12))],
+        options={"mip_rel_gap": _GAP, "time_limit": _SOLVER_S},
+    )
+    if found.x is None:
+        raise ConfigError(f"no plan was found within {_SOLVER_S} s: {found.message}", fix="plan by --granularity layer")
+    return {unit.name: f for (_, unit, f), taken in zip(options, found.x, strict=True) if taken > 0.5}
 
 
 def write_recipe(path: Path, plan: Plan) -> None:
     """The plan as a recipe for `workbench quantize`. Raises OutputError."""
     note = (
-        f"Planned for {plan.budget:g} bits a weight ({plan.bits:.3f} used) from {plan.activations} inputs: output noise"
-        f" {plan.noise:.4g}, {plan.best_uniform or 'no single format'} alone"
+        f"Planned for {plan.budget:g} bits a weight ({plan.bits:.3f} used) from {plan.activations} inputs:"
+        f" {plan.measure} {plan.noise:.4g}, {plan.best_uniform or 'no single format'} alone"
         f" {plan.uniform[plan.best_uniform]['noise'] if plan.best_uniform else float('nan'):.4g}."
     )
     lines = [f"note: {json.dumps(note)}", "rules:"]
+    lines += [f"  - {{match: {json.dumps(module)}, format: {KEEP}}}" for module in plan.kept]
     for choice in plan.choices:
         container = _container(choice.modules)
         for pattern in [container] if container else choice.modules:
@@ -208,41 +238,143 @@ def write_recipe(path: Path, plan: Plan) -> None:
     write_text(path, "\n".join(lines) + "\n")
 
 
-# ---- one matrix ------------------------------------------------------------------------------------------------------
+# ---- units -----------------------------------------------------------------------------------------------------------
+
+
+def _linear(checkpoint: Any) -> list[Any]:
+    from workbench.checkpoints.selection import linear_weights
+
+    entries: list[Any] = linear_weights(checkpoint)
+    if not entries:
+        raise CheckpointError(
+            f"{checkpoint.path} has no linear layer", fix="give a checkpoint with `layers.<i>` matrices"
+        )
+    return entries
+
+
+def _measured_units(
+    source: str | Path,
+    folder: Path,
+    formats: Sequence[str] | None,
+    granularity: str | None,
+    select: str | None,
+    exclude: Sequence[str],
+    faults: list[Fault],
+) -> tuple[list[Unit], str, str]:
+    """The units of a measured pass, what it did with inputs, and its granularity."""
+    from workbench.checkpoints import open_checkpoint
+
+    from .sensitivity import read_sensitivity
+
+    frame, record = read_sensitivity(folder)
+    wanted = tuple(formats or (*record.formats, KEEP))
+    lacking = [f for f in wanted if f not in (*record.formats, KEEP)]
+    if lacking or granularity not in (None, record.granularity):
+        what = f"format {lacking[0]!r}" if lacking else f"granularity {granularity!r}"
+        raise ConfigError(f"{folder} was not measured with {what}", fix="measure it, or plan with what was measured")
+    faults += record.faults
+    with open_checkpoint(source) as checkpoint:
+        if checkpoint.fingerprint() != record.fingerprint:
+            raise ConfigError(f"{folder} was measured on {record.source}, not on {source}", fix="measure this one")
+        entries = units_of(pick_entries(_linear(checkpoint), select, exclude), record.granularity)
+        rows = {(row.unit, row.format): row for row in frame[frame["kind"] == "unit"].itertuples()}
+        units = []
+        for name, of in entries.items():
+            modules = tuple(entry.module for entry in of)
+            measured = {f: rows[name, f] for f in wanted if (name, f) in rows}
+            if any(set(row.modules) != set(modules) for row in measured.values()):
+                raise ConfigError(
+                    f"{folder} was measured with other matrices in {name}", fix="give --select, --exclude as there"
+                )
+            bits = {f: float(row.bits) for f, row in measured.items()}
+            noise = {f: float(row.kl) for f, row in measured.items()}
+            if KEEP in wanted or len(bits) < len(wanted):
+                bits[KEEP], noise[KEEP] = sum(kept_bits(checkpoint, entry) for entry in of), 0.0
+            size = sum(entry.shape[0] * entry.shape[1] for entry in of)
+            units.append(Unit(name=name, modules=modules, weights=size, bits=bits, noise=noise))
+    return units, record.activations, record.granularity
+
+
+def _uniform(units: Sequence[Unit]) -> dict[str, dict[str, float]]:
+    """Bits and noise of every format alone; a unit that cannot have it is kept."""
+    formats = dict.fromkeys(f for unit in units for f in unit.bits)
+    weights = sum(unit.weights for unit in units)
+    found = {}
+    for f in formats:
+        of = [(unit, f if f in unit.bits else KEEP) for unit in units]
+        if all(taken in unit.bits for unit, taken in of):
+            bits = sum(unit.bits[taken] for unit, taken in of) / weights
+            found[f] = {"bits": bits, "noise": sum(unit.noise[taken] for unit, taken in of)}
+    return found
+
+
+def _kept(source: str | Path, units: Sequence[Unit]) -> tuple[str, ...]:
+    """Experts that no unit holds, in layers whose experts a recipe's line names as a whole."""
+    from workbench.checkpoints import open_checkpoint
+
+    containers = {c for unit in units if (c := _container(unit.modules))}
+    planned = {module for unit in units for module in unit.modules}
+    with open_checkpoint(source) as checkpoint:
+        return tuple(
+            entry.module
+            for entry in _linear(checkpoint)
+            if entry.module not in planned and any(entry.module.startswith(f"{c}.") for c in containers)
+        )
 
 
 class _Sum:
+    """One unit's bits and noise, matrix by matrix."""
+
     def __init__(self) -> None:
         self.modules: list[str] = []
         self.weights = 0
         self.bits: dict[str, float] = {}
         self.noise: dict[str, float] = {}
+        self.kept = 0.0
+        self.refused: set[str] = set()
 
-    def add(self, entry: Any, tensor: Any, formats: Sequence[str], captured: Activations | None, share: float) -> None:
+    def add(
+        self,
+        entry: Any,
+        tensor: Any,
+        formats: Sequence[str],
+        captured: Activations | None,
+        share: float,
+        faults: list[Fault],
+    ) -> None:
         w = tensor.effective() if isinstance(tensor, QuantizedTensor) else tensor.float()
-        rows = _rows(entry.module, captured, w.shape[-1])
-        moment, _ = moment_for(entry.module, w.shape[-1], captured, rows)
-        signal = expected_power(w, moment) if moment is not None else 0.0
         self.modules.append(entry.module)
         self.weights += w.numel()
+        self.kept += stored_bits(tensor)
+        fits = []
         for format in formats:
-            if format == KEEP:
-                size = _stored_bits(tensor) if isinstance(tensor, QuantizedTensor) else 8.0 * tensor.nbytes
-                noise = 0.0
+            fault = None if format == KEEP else rounding_fault(entry, w, format)
+            if fault is None:
+                fits.append(format)
             else:
+                self.refused.add(format)
+                if fault not in faults:
+                    faults.append(fault)
+        moment = signal = None
+        if any(format != KEEP for format in fits):
+            moment, _ = moment_for(entry.module, w.shape[-1], captured, _rows(entry.module, captured, w.shape[-1]))
+            signal = expected_power(w, moment) if moment is not None else None
+        for format in fits:
+            size, noise = stored_bits(tensor), 0.0
+            if format != KEEP:
                 rounded = quantize(w, format, name=entry.name)
-                size = _stored_bits(rounded)
-                noise = 0.0
-                if moment is not None and signal > 0:
+                size = stored_bits(rounded)
+                if moment is not None and signal:
                     noise = share * expected_power(rounded.dequantize() - w, moment) / signal
             self.bits[format] = self.bits.get(format, 0.0) + size
             self.noise[format] = self.noise.get(format, 0.0) + noise
 
-
-def _stored_bits(tensor: QuantizedTensor) -> float:
-    """Bits of codes, block scales and zero points; one number for a whole matrix (a global scale) counts as none."""
-    parts = (tensor.codes, tensor.block_scales, tensor.zero_points)
-    return 8.0 * sum(t.nbytes for t in parts if t is not None)
+    def unit(self, name: str) -> Unit:
+        bits = {f: b for f, b in self.bits.items() if f not in self.refused}
+        if self.refused:
+            bits[KEEP] = self.kept
+        noise = {f: 0.0 if f == KEEP else self.noise[f] for f in bits}
+        return Unit(name=name, modules=tuple(self.modules), weights=self.weights, bits=bits, noise=noise)
 
 
 def _rows(module: str, captured: Activations | None, k: int) -> torch.Tensor:
@@ -264,15 +396,6 @@ def _shares(entries: Sequence[Any], captured: Activations | None) -> dict[str, f
     return shares
 
 
-def _unit_of(entry: Any, granularity: str) -> str:
-    from workbench.checkpoints.names import fusion_group
-
-    container = entry.module.partition(f".experts.{entry.expert}.")[0] + ".experts"
-    if entry.expert >= 0:
-        return container if granularity == "layer" else f"{container}.{entry.expert}"
-    return fusion_group(entry.module) or entry.module
-
-
 def _container(modules: Sequence[str]) -> str:
     """What stands for all modules of a unit in a recipe: the experts' container, "" where names are listed."""
     if len(modules) < 2:
@@ -283,21 +406,3 @@ def _container(modules: Sequence[str]) -> str:
         return ""
     head = heads.pop()
     return head if len(numbers) > 1 else f"{head}.{numbers.pop()}"
-
-
-def _hull(unit: Unit) -> list[str]:
-    """Formats on the lower convex hull of (bits, noise), fewest bits first: each step removes less noise a bit."""
-    order = sorted(unit.bits, key=lambda f: (unit.bits[f], unit.noise[f]))
-    hull: list[str] = []
-    for format in order:
-        if hull and unit.noise[format] >= unit.noise[hull[-1]]:
-            continue
-        while len(hull) >= 2:
-            first, last = hull[-2], hull[-1]
-            slope = (unit.noise[first] - unit.noise[last]) / (unit.bits[last] - unit.bits[first])
-            ahead = (unit.noise[last] - unit.noise[format]) / (unit.bits[format] - unit.bits[last])
-            if slope > ahead:
-                break
-            hull.pop()
-        hull.append(format)
-    return hull

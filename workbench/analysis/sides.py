@@ -113,6 +113,8 @@ class RoundedSide:
     """`of`, rounded to a format under a rule, as the requant backend does it. Raises FormatError as `quantize` does."""
 
     def __init__(self, of: Side, format: str, rule: str | None, name: str) -> None:
+        if 0 in of.shape:
+            raise FormatError(f"{name}: is empty (shape {of.shape})", fix="exclude this tensor (--exclude)")
         spec = get_format(format)
         self.format, self._of, self._spec = format, of, spec
         self._rule, self._block = spec.rule(rule), spec.resolve_block(None)

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from workbench.errors import ConfigError
 from workbench.formats import get_format
 from workbench.formats.activations import read_activations
 from workbench.records import write_json
 
-from .algebra import RESAMPLES
+from .bootstrap import RESAMPLES
 from .faults import Fault
+from .fetch import fetch_notes
 from .fused import fused_view
-from .gemm import GemmArm, analyze_gemm
+from .gemm import GemmArm, analyze_gemm, products_key
 from .inputs import Progress, check_resamples
 from .pooling import pool_rows
 from .summary import AnalysisSummary, summarize
@@ -62,44 +63,57 @@ def analyze_pairs(
     arms: Mapping[str, Arm],
     activations: Path | None,
     bootstrap: int = RESAMPLES,
+    sample: int | None = None,
     seed: int = 0,
     progress: Progress | None = None,
+    say: Callable[[str], object] | None = None,
 ) -> AnalysisSummary:
-    """Analyze every pair's weights and every named arm's matrix products; write the three files into `out`.
+    """Analyze every pair's weights and every named arm's matrix products; write tensors, gemm, pooled and
+    fused.parquet and analysis.json into `out`.
 
-    activations: captured layer inputs; None: N(0, 1) rows, and the table says so. Raises ConfigError for an arm that
-    does not exist or cannot be second and for bootstrap < 1, CheckpointError for an activations file that cannot be
-    read (before anything is measured) and naming the tensor where arms do not fit, OutputError.
+    activations: captured layer inputs; None: N(0, 1) rows, and the table says so. sample: about so many matrices, of
+    weights and of products. say: told what will be fetched from the Hub, before it is. Raises ConfigError for an arm
+    that does not exist or cannot be second and for bootstrap < 1, CheckpointError for an activations file that cannot
+    be read (before anything is measured) and naming the tensor where arms do not fit, OutputError.
     """
     check_resamples(bootstrap)
     if activations is not None:
         read_activations(activations)
     source = _arm(arms, source_arm)[0]
+    chain = [_arm_pair(pair, arms) for pair in pairs]
+    named = dict.fromkeys(name for pair in pairs for name in (pair.first, pair.second, pair.direct) if name)
+    products = [_gemm_arm(name, arms) for name in named]
+    if say is not None:
+        for note in fetch_notes(source, chain, products, sample=sample, seed=seed):
+            say(note)
     tensors = _table(
         out / "tensors.parquet",
         lambda journal: analyze_weights(
             source=source,
             source_arm=source_arm,
-            pairs=[_arm_pair(pair, arms) for pair in pairs],
+            pairs=chain,
             journal=journal,
-            resamples=bootstrap,
             seed=seed,
+            sample=sample,
             progress=progress,
         ),
     )
-    named = dict.fromkeys(name for pair in pairs for name in (pair.first, pair.second, pair.direct) if name)
     gemm = _table(
         out / "gemm.parquet",
         lambda journal: analyze_gemm(
             source=source,
-            arms=[_gemm_arm(name, arms) for name in named],
+            arms=products,
             activations=activations,
+            only=None if sample is None else set(tensors["name"]),
             journal=journal,
             resamples=bootstrap,
             seed=seed,
             progress=progress,
         ),
     )
+    if len(tensors):
+        write_frame(out / "pooled.parquet", pool_rows(tensors, seed=seed))
+        write_frame(out / "fused.parquet", fused_view(tensors))
     summary = summarize(tensors, gemm, seed=seed)
     write_json(out / "analysis.json", summary)
     return summary
@@ -129,11 +143,10 @@ def analyze_checkpoints(
     check_resamples(bootstrap)
     path = out / "tensors.parquet"
     if path.is_file():
-        now = inputs_of(source, [pair], bootstrap, seed, select, sample)
-        if read_frame(path).attrs.get("inputs") != now:
-            raise ConfigError(
-                f"{out} holds an analysis of other checkpoints or settings", fix="give another --out, or empty this one"
-            )
+        _check_same(path, inputs_of(source, [pair], seed, select, sample))
+    products = out / "gemm.parquet"
+    if products.is_file() and source is not None:
+        _check_same(products, products_key(source, arms, activations, resamples=bootstrap, seed=seed, moments=moments))
     faults: list[Fault] = []
     tensors = _table(
         path,
@@ -141,7 +154,6 @@ def analyze_checkpoints(
             source=source,
             pairs=[pair],
             journal=journal,
-            resamples=bootstrap,
             seed=seed,
             select=select,
             sample=sample,
@@ -154,7 +166,7 @@ def analyze_checkpoints(
     if source is not None and arms:
         names = set(tensors["name"])
         gemm = _table(
-            out / "gemm.parquet",
+            products,
             lambda journal: analyze_gemm(
                 source=source,
                 arms=arms,
@@ -173,6 +185,15 @@ def analyze_checkpoints(
     summary = summarize(tensors, gemm, seed=seed)
     write_json(out / "analysis.json", summary)
     return summary
+
+
+def _check_same(path: Path, inputs: dict[str, Any]) -> None:
+    """Raises ConfigError where the table at `path` was made from others."""
+    if read_frame(path).attrs.get("inputs") != inputs:
+        raise ConfigError(
+            f"{path.parent} holds an analysis of other checkpoints or settings ({path.name})",
+            fix="give another --out, or empty this one",
+        )
 
 
 def _table(path: Path, make: Callable[[Path], pd.DataFrame]) -> pd.DataFrame:

@@ -15,30 +15,27 @@ do not depend on what a server did; a journal of finished matrices makes the pas
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import io
 import math
-import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from workbench.errors import ConfigError, FormatError, WorkbenchError
 from workbench.formats import QuantizedTensor
 from workbench.records import SCHEMA_VERSION, TensorRecord, write_bytes
 
-from .algebra import DENSITY_BINS, DENSITY_LIMIT, RESAMPLES, Measured, Sides, measure_sides
+from .algebra import Measured, Sides, measure_sides
 from .choice import Chosen, choose_matrices
 from .faults import Fault, raise_first
-from .inputs import OpenCheckpoints, Progress, check_resamples, shown
+from .histograms import extra_of, pool_codes, pool_density
+from .inputs import OpenCheckpoints, Progress, shown
 from .journal import Journal
 from .reading import read_ahead
 from .sides import RoundedSide, Side, side_of
@@ -81,7 +78,6 @@ def analyze_weights(
     pairs: Sequence[ArmPair],
     source_arm: str = "source",
     journal: Path | None = None,
-    resamples: int = RESAMPLES,
     seed: int = 0,
     select: str | None = None,
     sample: int | None = None,
@@ -100,9 +96,8 @@ def analyze_weights(
     (e1/rms, e2/rms) pooled over matrices; "codes", per pair's key and projection, a row for each code of the second
     format: elements, sum of e2 and of e2 squared, each over its matrix's rms.
     Raises CheckpointError naming the tensor where an arm lacks it or its shape differs, ConfigError for two pairs of
-    one key, for resamples < 1, and without a source for a pair without a first.
+    one key, and without a source for a pair without a first.
     """
-    check_resamples(resamples)
     _check_pairs(pairs, source)
     with ExitStack() as stack:
         checkpoints = OpenCheckpoints(stack)
@@ -113,7 +108,7 @@ def analyze_weights(
         )
         if faults is None:
             raise_first(chosen.faults)
-        key = _journal_key(source_arm if source is not None else "", pairs, checkpoints, resamples, seed)
+        key = _journal_key(source_arm if source is not None else "", pairs, checkpoints, seed)
         log = stack.enter_context(Journal.open(journal, key))
         pass_ = _Pass(
             source_arm if source is not None else "",
@@ -122,8 +117,6 @@ def analyze_weights(
             pairs,
             chosen,
             checkpoints,
-            resamples,
-            seed,
         )
         todo = [name for name in chosen.names if name not in log]
         stream = iter(read_ahead(todo, pass_.read))
@@ -143,15 +136,14 @@ def analyze_weights(
             faults += found
         frame.attrs["inputs"] = key | {"select": select, "sample": sample}
         frame.attrs["faults"] = [dataclasses.asdict(fault) for fault in found]
-        frame.attrs["error_density"] = {pair.key: _pool_density(log, chosen.names, pair.key) for pair in pairs}
-        frame.attrs["codes"] = {pair.key: _pool_codes(log, chosen.names, pair.key, original) for pair in pairs}
+        frame.attrs["error_density"] = {pair.key: pool_density(log, chosen.names, pair.key) for pair in pairs}
+        frame.attrs["codes"] = {pair.key: pool_codes(log, chosen.names, pair.key, original) for pair in pairs}
     return frame
 
 
 def inputs_of(
     source: str | Path | None,
     pairs: Sequence[ArmPair],
-    resamples: int,
     seed: int,
     select: str | None,
     sample: int | None,
@@ -162,7 +154,7 @@ def inputs_of(
         for path in (source, *(path for pair in pairs for path in _paths(pair).values())):
             if path is not None:
                 checkpoints.open(path)
-        key = _journal_key("source" if source is not None else "", pairs, checkpoints, resamples, seed)
+        key = _journal_key("source" if source is not None else "", pairs, checkpoints, seed)
         return key | {"select": select, "sample": sample}
 
 
@@ -194,8 +186,6 @@ class _Pass:
     pairs: Sequence[ArmPair]
     chosen: Chosen
     checkpoints: OpenCheckpoints
-    resamples: int
-    seed: int
 
     def read(self, name: str) -> Arms:
         """Every stored arm of one matrix, packed as it lies on disk."""
@@ -219,7 +209,7 @@ class _Pass:
             try:
                 row, more, found = self._measure_pair(name, pair, arms, pool)
             except FormatError as error:
-                found = [_fault(name, "format", error.message)]
+                found = [_fault(name, "format", error.message.removeprefix(f"{name}: "))]
             else:
                 rows += [row] if row is not None else []
                 extra |= {pair.key: more} if more else {}
@@ -234,7 +224,7 @@ class _Pass:
     ) -> tuple[list[Any] | None, dict[str, Any], list[dict[str, str]]]:
         stored = {arm: arms.get(str(path)) for arm, path in _paths(pair).items() if path is not None}
         sides = _sides(name, pair, arms.get(""), stored)
-        measured = measure_sides(sides, resamples=self.resamples, seed=self.seed, name=name, pool=pool)
+        measured = measure_sides(sides, name=name, pool=pool)
         if measured.nonfinite:
             arm = measured.nonfinite[0]
             return None, {}, [_fault(name, "non-finite", f"holds NaN or infinity in the {arm} arm", arm)]
@@ -259,10 +249,15 @@ class _Pass:
             scale_phase=math.log2(scale) % 1.0 if scale > 0 else math.nan,
             missing=",".join(arm for arm in ("source", "first", "direct") if getattr(sides, arm) is None),
             sample_weight=self.chosen.weights[name],
+            interval_doubtful=",".join(measured.doubtful),
             **cast(dict[str, Any], measured.figures),
             **_worst(measured),
         )
-        return list(dataclasses.astuple(row)), _extra(measured), _doubts(name, measured)
+        return (
+            list(dataclasses.astuple(row)),
+            extra_of(measured.density, measured.codes, measured.figures["power_e2"]),
+            _doubts(name, measured),
+        )
 
 
 def _sides(
@@ -353,16 +348,14 @@ def _check_pairs(pairs: Sequence[ArmPair], source: str | Path | None) -> None:
         raise ConfigError("neither a source nor a first checkpoint", fix="give at least one of them")
 
 
-def _journal_key(
-    source_arm: str, pairs: Sequence[ArmPair], checkpoints: OpenCheckpoints, resamples: int, seed: int
-) -> dict[str, Any]:
+def _journal_key(source_arm: str, pairs: Sequence[ArmPair], checkpoints: OpenCheckpoints, seed: int) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
         "columns": [f.name for f in dataclasses.fields(TensorRecord)],
         "source_arm": source_arm,
         "checkpoints": checkpoints.fingerprints(),
         "pairs": [{k: str(v) for k, v in dataclasses.asdict(pair).items()} for pair in pairs],
-        "resamples": resamples,
+        "intervals": "influence",
         "seed": seed,
     }
 
@@ -384,40 +377,3 @@ def _table(log: Journal, chosen: Chosen) -> pd.DataFrame:
     if rows or not parts:
         parts.append(pd.DataFrame(rows, columns=columns))
     return pd.concat(parts, ignore_index=True) if len(parts) > 1 else parts[0]
-
-
-# ---- what is pooled over matrices ------------------------------------------------------------------------------------
-
-
-def _extra(measured: Measured) -> dict[str, Any]:
-    extra: dict[str, Any] = {}
-    if measured.density is not None:
-        extra["density"] = _pack(measured.density)
-    if measured.codes is not None and (rms := math.sqrt(measured.figures["power_e2"])) > 0:
-        extra["codes"] = (measured.codes / np.array([1.0, rms, rms * rms])).tolist()
-    return extra
-
-
-def _pack(counts: NDArray[np.int64]) -> str:
-    return base64.b64encode(zlib.compress(counts.astype("<u2").tobytes(), 9)).decode()
-
-
-def _pool_density(log: Journal, names: Iterable[str], key: str) -> dict[str, Any]:
-    """Counts summed over matrices: {"limit", "counts"} with counts[e1 bin][e2 bin]."""
-    total = np.zeros((DENSITY_BINS, DENSITY_BINS), np.int64)
-    for name in names:
-        packed = log.extra(name).get(key, {}).get("density")
-        if packed:
-            total += np.frombuffer(zlib.decompress(base64.b64decode(packed)), "<u2").reshape(total.shape).astype(int)
-    return {"limit": DENSITY_LIMIT, "counts": total.tolist()}
-
-
-def _pool_codes(log: Journal, names: Iterable[str], key: str, original: Any) -> dict[str, list[list[float]]]:
-    """Code sums over matrices by projection."""
-    total: dict[str, NDArray[np.float64]] = {}
-    for name in names:
-        codes = log.extra(name).get(key, {}).get("codes")
-        if codes:
-            projection = original.entry(name).projection
-            total[projection] = total.get(projection, 0.0) + np.asarray(codes)
-    return {projection: codes.tolist() for projection, codes in sorted(total.items())}

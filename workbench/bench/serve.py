@@ -37,6 +37,8 @@ PRESETS = {
         ServingLoad(input_tokens=10_240, output_tokens=512, concurrency=2, prompts=10),
         ServingLoad(input_tokens=10_240, output_tokens=512, concurrency=40, prompts=160),
     ),
+    # AMD's comparison of MXFP4 made online and offline (2026-09-08).
+    "requant": (ServingLoad(input_tokens=1024, output_tokens=1024, concurrency=64, prompts=200),),
     "small": (
         ServingLoad(input_tokens=64, output_tokens=16, concurrency=1, prompts=4),
         ServingLoad(input_tokens=64, output_tokens=16, concurrency=4, prompts=16),

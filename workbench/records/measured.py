@@ -82,7 +82,8 @@ class TensorRecord:
     its standard error, over the magnitudes m of the second's codes. Definitions: docs/analysis.md.
     worst_block_*: the scale block with the most total error: its first element, its share of the matrix's error, its
     mean square over the matrix's, its own SQNR (row -1: no block has an error).
-    Intervals (_low, _high): 95 % block bootstrap over the matrix's scale blocks.
+    Intervals (_low, _high): 95 %, from the influence of each of the matrix's scale blocks. interval_doubtful: figures
+    whose interval rests on few of them, with commas.
     """
 
     name: str
@@ -171,6 +172,7 @@ class TensorRecord:
     scale_phase: float = math.nan
     missing: str = ""
     sample_weight: float = 1.0
+    interval_doubtful: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

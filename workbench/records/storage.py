@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -98,7 +99,7 @@ def _build(kind: Any, value: Any, where: str) -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         fields = _held(dict, value, where)
-        hints = typing.get_type_hints(kind)
+        hints = _hints(kind)
         unknown = set(fields) - set(hints)
         if unknown:
             raise ValueError(f"{where}: unknown keys {sorted(unknown)}")
@@ -117,6 +118,12 @@ def _build(kind: Any, value: Any, where: str) -> Any:
             return math.nan
         return float(value if value in ("inf", "-inf") else _held((int, float), value, where))
     return value if kind is Any else _held(kind, value, where)
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    """A record's field types; looking them up anew for every record takes longer than the rest of reading it."""
+    return typing.get_type_hints(kind)
 
 
 def _held(kinds: Any, value: Any, where: str) -> Any:

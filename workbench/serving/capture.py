@@ -6,7 +6,8 @@ vLLM runs in a child process on the decoded model with exact activations (backen
 quantizer would consider is tapped at its input, every expert at the tokens routed to it, and its down projection at the
 true intermediate. The file's layout is `workbench.formats.activations`'s. Only prompt tokens are recorded: each prompt
 is prefilled once, without prefix caching or chunking. Trade-off: experts run in a loop of our own (vLLM's fused kernel
-shows no intermediates), which differs from it by rounding only.
+shows no intermediates), which differs from it by rounding only. Beside the sampled rows the file holds each input's
+second moment over all rows, from which output noise follows without a model (`analyze --products moments`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from workbench.errors import ConfigError, EngineError
 from . import command as commands
 from .spec import EngineSpec, ServeSpec
 
+SECOND_MOMENTS = ("none", "diagonal", "full")
+SECOND_MOMENTS_BYTES = 1 << 30
+"""Whole second moments take at most so much of a file by default."""
 _LOG_LINES = 20
 
 
@@ -36,18 +40,26 @@ def capture_activations(
     *,
     reservoir_rows: int = 256,
     max_tokens: int = 1,
+    second_moments: str = "none",
+    second_moments_bytes: int = SECOND_MOMENTS_BYTES,
     log: Path | None = None,
 ) -> None:
     """Run `prompts` (texts, or lists of token ids) through `spec`'s checkpoint and write the activations file `out`.
 
     reservoir_rows: rows kept for a module, drawn uniformly from all it saw; amax and counts cover all rows.
     max_tokens: 0 or 1 records the prompts alone; more also records the tokens generated greedily, but the last.
+    second_moments: "none", "diagonal" or "full", over all rows that a module saw (an expert: its own). A full one is
+    4 K^2 bytes in the file and twice that in the engine's memory; those that do not fit in `second_moments_bytes`
+    together keep their diagonal, and the file's metadata says how many.
     `spec.backend`, `format` and `activations` are ignored: capture runs the decoded weights with exact activations.
-    Raises ConfigError without prompts or for a tensor parallel size other than 1, CheckpointError for the checkpoint,
-    EngineError with the end of the log when vLLM fails, OutputError when `out` cannot be written.
+    Raises ConfigError without prompts, for another word as `second_moments` or for a tensor parallel size other than 1,
+    CheckpointError for the checkpoint, EngineError with the end of the log when vLLM fails, OutputError when `out`
+    cannot be written.
     """
     if not prompts:
         raise ConfigError("no prompts to capture activations with", fix="give at least one text")
+    if second_moments not in SECOND_MOMENTS:
+        raise ConfigError(f"second moments {second_moments!r}", fix=f"choose one of: {', '.join(SECOND_MOMENTS)}")
     if spec.engine.tensor_parallel_size != 1 or spec.engine.kind != "vllm":
         raise ConfigError(
             "activations are captured inside one vLLM process",
@@ -67,6 +79,8 @@ def capture_activations(
                     "out": str(Path(out).absolute()),
                     "reservoir_rows": reservoir_rows,
                     "max_tokens": max(1, max_tokens),
+                    "second_moments": second_moments,
+                    "second_moments_bytes": second_moments_bytes,
                     "result": str(result),
                 }
             )
@@ -140,7 +154,8 @@ def _capture(job: dict[str, Any]) -> None:
     llm = LLM(**_llm_arguments(spec))
     config = llm.llm_engine.vllm_config.quant_config
     recorder = config.recorder
-    recorder.limit, recorder.enabled = job["reservoir_rows"], True
+    recorder.limit, recorder.moments = job["reservoir_rows"], job["second_moments"]
+    recorder.full_bytes, recorder.enabled = job["second_moments_bytes"], True
     _check_lengths(llm, job["prompts"])
     prompts = [{"prompt_token_ids": p} if isinstance(p, list) else p for p in job["prompts"]]
     outputs = llm.generate(prompts, SamplingParams(max_tokens=job["max_tokens"], temperature=0), use_tqdm=False)
