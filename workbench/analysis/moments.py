@@ -34,8 +34,7 @@ def second_moment(x: Tensor) -> Tensor:
 
 def moment_for(module: str, k: int, captured: Activations | None, x: Tensor) -> tuple[Tensor | None, str]:
     """The second moment of a module's input, and what it is: the whole one of all rows seen where the file has it, else
-    that of the sampled rows, else the diagonal of all; without a file the
-    identity. None where no row reached the module.
+    that of the sampled rows, else the diagonal of all; without a file the identity. None where no row reached it.
 
     Sampled rows come before a diagonal: their moment is unbiased, and a diagonal leaves out how inputs move together
     (docs/analysis.md has both measured). Raises CheckpointError where the file's moment is of another width.
