@@ -105,4 +105,4 @@ def test_an_intact_arm_is_caught_by_nothing(checkpoints: dict[str, Path], tmp_pa
     for found in verdict.attributions:
         assert (found.cause, found.caught_by) == ("none", ())
         assert {finding.layer: finding.status for finding in found.layers}["tensors"] == "clean"
-    assert "caught by nothing" in (tmp_path / "run" / "report.html").read_text()
+    assert "no fault seen" in (tmp_path / "run" / "report.html").read_text()
