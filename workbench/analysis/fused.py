@@ -10,8 +10,10 @@ changes. A reader that keeps each matrix's own global (this project's) is the `s
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from .figures import sqnr_db
 
@@ -31,6 +33,7 @@ COLUMNS = (
     "sqnr_merged_largest_db",
     "sqnr_merged_first_db",
 )
+_NUMBERS = COLUMNS[COLUMNS.index("members") :]
 
 
 def fused_view(frame: pd.DataFrame) -> pd.DataFrame:
@@ -43,39 +46,33 @@ def fused_view(frame: pd.DataFrame) -> pd.DataFrame:
 
     from workbench.checkpoints.names import fusion_group
 
-    rows: list[dict[str, Any]] = []
-    for pair, part in frame.groupby(["first_arm", "second_arm", "second_rule"], sort=False):
-        groups = part["name"].map(lambda name: fusion_group(name.removesuffix(".weight")) or "")
-        for group, members in part.groupby(groups, sort=False):
-            if not group or len(members) < 2:
-                continue
-            globals_ = members["first_global_scale"].to_numpy()
-            for _, row in members.iterrows():
-                own = row["first_global_scale"]
-                largest, first = globals_.max() / own, globals_[0] / own
-                rows.append(
-                    dict(zip(("first_arm", "second_arm", "second_rule"), pair, strict=True))
-                    | {
-                        "group": group,
-                        "name": row["name"],
-                        "members": len(members),
-                        "ratio_largest": float(largest),
-                        "ratio_first": float(first),
-                        "sqnr_first_db": row["sqnr_first_db"],
-                        "sqnr_merged_largest_db": _merged(row, float(largest)),
-                        "sqnr_merged_first_db": _merged(row, float(first)),
-                    }
-                )
-    table = pd.DataFrame(rows, columns=list(COLUMNS))
-    numbers = COLUMNS[COLUMNS.index("members") :]
-    return table if rows else table.astype(dict.fromkeys(numbers, float))  # of a sample without a whole group, too
+    tables = [pd.DataFrame(columns=list(COLUMNS)).astype(dict.fromkeys(_NUMBERS, float))]
+    for pair, part in frame.groupby(list(COLUMNS[:3]), sort=False):
+        groups = part["name"].map(lambda name: fusion_group(name.removesuffix(".weight")) or "").to_numpy()
+        number, found = pd.factorize(groups)
+        members = np.bincount(number, minlength=len(found))[number]
+        fused = (groups != "") & (members >= 2)
+        own = part["first_global_scale"].to_numpy(np.float64)
+        largest = np.full(len(found), -np.inf)
+        with np.errstate(invalid="ignore"):  # NaN stays: a member without a global scale
+            np.maximum.at(largest, number, own)
+        first = own[np.unique(number, return_index=True)[1]]
+        ratios = {"largest": largest[number] / own, "first": first[number] / own}
+        at = {key: part[key].to_numpy(np.float64) for key in ("power_source", "power_first", "power_e1")}
+        a_e1 = part["cross_source_e1"].to_numpy(np.float64) + at["power_e1"]
+        columns: dict[str, Any] = dict(zip(COLUMNS[:3], pair, strict=True))
+        columns |= {"group": groups, "name": part["name"].to_numpy(), "members": members.astype(float)}
+        columns |= {f"ratio_{which}": ratio for which, ratio in ratios.items()}
+        columns |= {"sqnr_first_db": part["sqnr_first_db"].to_numpy()}
+        columns |= {f"sqnr_merged_{which}_db": _merged(at, a_e1, ratio) for which, ratio in ratios.items()}
+        table = pd.DataFrame(columns, columns=list(COLUMNS))[fused]
+        in_order = np.argsort(number[fused], kind="stable")  # a group's members stand together
+        tables.append(table.iloc[in_order])
+    return pd.concat([t for t in tables if len(t)] or tables, ignore_index=True)
 
 
-def _merged(row: pd.Series, ratio: float) -> float:
+def _merged(at: dict[str, NDArray[np.float64]], a_e1: NDArray[np.float64], ratio: NDArray[np.float64]) -> Any:
     """SQNR of r a against w, dB. In terms of e1, so that r = 1 gives the first's own SQNR to the last digits."""
-    if math.isnan(ratio):
-        return math.nan
     change = ratio - 1.0  # r a - w = e1 + (r - 1) a
-    a_e1 = row["cross_source_e1"] + row["power_e1"]
-    power = row["power_e1"] + 2 * change * a_e1 + change * change * row["power_first"]
-    return float(sqnr_db(row["power_source"], max(0.0, power)))
+    power = at["power_e1"] + 2 * change * a_e1 + change * change * at["power_first"]
+    return sqnr_db(at["power_source"], np.maximum(0.0, power))
