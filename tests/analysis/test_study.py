@@ -45,7 +45,7 @@ def run(trio: Trio, out: Path, pair: Pair, **changes: object) -> AnalysisSummary
     return analyze_pairs(out=out, pairs=[pair], **(settings | changes))  # type: ignore[arg-type]
 
 
-def test_three_files_and_nothing_else(trio: Trio, tmp_path: Path) -> None:
+def test_five_files_and_nothing_else(trio: Trio, tmp_path: Path) -> None:
     labels = []
 
     def noted(names, total, label):  # type: ignore[no-untyped-def]
@@ -53,7 +53,8 @@ def test_three_files_and_nothing_else(trio: Trio, tmp_path: Path) -> None:
         return names
 
     summary = run(trio, tmp_path, Pair("nvfp4", "nvfp4_to_mxfp4", "mxfp4_direct"), progress=noted)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["analysis.json", "gemm.parquet", "tensors.parquet"]
+    written = {"analysis.json", "fused.parquet", "gemm.parquet", "pooled.parquet", "tensors.parquet"}
+    assert {path.name for path in tmp_path.iterdir()} == written
     assert labels == [("weights", len(MODULES)), ("matrix products", len(MODULES))]
     tensors, gemm = pd.read_parquet(tmp_path / "tensors.parquet"), pd.read_parquet(tmp_path / "gemm.parquet")
     assert set(tensors["second_rule"]) == {"even"}  # the format's default, by name
