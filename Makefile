@@ -20,7 +20,7 @@ demo: install
 	$(RUN) experiment=kimi_requant $(ARGS)
 
 test: install
-	$(VENV)/bin/python -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder --durations=40 $(ARGS)
+	$(VENV)/bin/python -m pytest -q -n 2 --dist loadscope --no-loadscope-reorder --durations=40 $(ARGS)
 
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
