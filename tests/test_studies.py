@@ -426,7 +426,7 @@ def test_the_file_to_file_study_runs_whole(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     run = next(path for path in (tmp_path / "reports" / "file_to_file_mxfp4").iterdir() if path.is_dir())
     server = records.read_json(records.ServerRecord, run / "server" / "mxfp4_rtn.json")
-    assert (server.weight_format, server.activation_format) == ("mxfp4", "mxfp4")
+    assert (server.weight_format, server.activation_format) == ("bf16+mxfp4", "mxfp4")
     scores = records.read_json(records.Evaluation, run / "eval" / "mxfp4_rtn" / "scores.json").scores
     found = {score.task: score for score in scores if score.primary}
     assert {task: score.n for task, score in found.items()} == {"mmlu_mini": 8, "mmlu_pro_mini": 24}
