@@ -24,7 +24,9 @@ from workbench.errors import CheckpointError
 NVFP4 = {"format": "nvfp4", "dialect": "modelopt"}
 SHARD = 12_000  # bytes: the tiny checkpoint gives some ten shards
 KILL = (
-    "import os, signal, sys\nfrom workbench.checkpoints.convert import quantize_checkpoint\n"
+    "import os, signal, sys\n"
+    "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # what runs in a background ignores it
+    "from workbench.checkpoints.convert import quantize_checkpoint\n"
     "def stop(done, *_):\n    if done == 45: os.kill(os.getpid(), signal.{signal})\n"
     "quantize_checkpoint(sys.argv[1], sys.argv[2], format='nvfp4', dialect='modelopt', max_shard_bytes={shard},"
     " resume={resume}, progress=stop{options})\n"
