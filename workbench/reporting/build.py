@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+from collections.abc import Callable
 from importlib.resources import files as package_files
 from pathlib import Path
 from typing import Any
@@ -133,13 +134,18 @@ def read_script(*names: str) -> str:
 @functools.cache
 def _environment(html: bool) -> jinja2.Environment:
     """The templates, compiled once a process."""
+    return make_environment(html, _readable)
+
+
+def make_environment(html: bool, finalize: Callable[[Any], Any]) -> jinja2.Environment:
+    """Templates with the house's filters. html: escape; finalize: what every printed value passes."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("workbench.reporting"),
         autoescape=html,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=_readable,
+        finalize=finalize,
     )
     environment.filters.update(FILTERS)
     environment.globals["interval"] = interval

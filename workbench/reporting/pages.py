@@ -15,27 +15,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import jinja2
 from markupsafe import Markup
 
-from .text import FILTERS, interval, visible
+from .build import make_environment
+from .text import visible
 
 SCRIPT = "many.js"
 
 
 def render_page(name: str, context: dict[str, Any]) -> str:
     """A template with `script`, `script_hash` (for the policy) and the page's own context."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("workbench.reporting"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        finalize=visible,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters.update(FILTERS)
+    environment = make_environment(True, visible)
     environment.filters.update({"embedded": embedded, "when": when})
-    environment.globals["interval"] = interval
     source, _, _ = environment.loader.get_source(environment, SCRIPT)  # type: ignore[union-attr]
     digest = base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
     return environment.get_template(name).render(script=Markup(source), script_hash=f"sha256-{digest}", **context)
