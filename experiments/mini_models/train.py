@@ -70,6 +70,7 @@ class Settings:
     drill_documents: int = 80_000
     measured: int = 300
     noise_db: float = math.inf
+    noise_from: float = 0.0  # share of the training time without noise
     smoke: bool = False
     model: str = "mini_kimi"
 
@@ -87,6 +88,9 @@ def main() -> None:
     parser.add_argument("--drill-documents", type=int, default=Settings.drill_documents)
     parser.add_argument(
         "--noise-db", type=float, default=Settings.noise_db, help="train the MLPs under noise this far below the signal"
+    )
+    parser.add_argument(
+        "--noise-from", type=float, default=Settings.noise_from, help="share of the training that passes without it"
     )
     parser.add_argument("--smoke", action="store_true")
     options = vars(parser.parse_args())
@@ -116,9 +120,6 @@ def run(settings: Settings) -> None:
     model = build_model(settings.model, **(TINY if settings.smoke else {})).to(device)
     if settings.init:
         load(model, settings.init)
-    if not math.isinf(settings.noise_db):  # a large model's slack absorbs rounding; one this small must learn to
-        noisy = partial(with_noise, snr_db=settings.noise_db)
-        change_linears(model, noisy, noisy)
     summary = _train(model, sources, settings, deadline=start + settings.seconds - settings.reserve_s)
     change_linears(model, unchanged, unchanged)
 
@@ -169,7 +170,12 @@ def _train(model: Any, sources: Sequence[Tensor], settings: Settings, *, deadlin
     model.train()
     begin, progress, step, rows_seen = time.monotonic(), 0.0, 0, np.zeros(3, dtype=np.int64)
     load_sum: Any = 0.0
+    quiet = not math.isinf(settings.noise_db)  # a large model's slack absorbs rounding; one this small must learn to
     while progress < 1.0:
+        if quiet and progress >= settings.noise_from:
+            noisy = partial(with_noise, snr_db=settings.noise_db)
+            change_linears(model, noisy, noisy)
+            step_loss, quiet = torch.compile(loss_of) if device.type == "cuda" else loss_of, False
         rows = _rows(settings, progress)
         tokens = torch.cat([_windows(t, n, settings.context, rng) for t, n in zip(sources, rows, strict=True)])
         rate = settings.learning_rate * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
@@ -212,6 +218,7 @@ def _train(model: Any, sources: Sequence[Tensor], settings: Settings, *, deadlin
         "learning_rate": settings.learning_rate,
         "weight_decay": settings.weight_decay,
         "noise_db": None if math.isinf(settings.noise_db) else settings.noise_db,
+        "noise_from": settings.noise_from,
         "last_loss": round(loss.item(), 4),
     }
     if layers:
