@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import math
 import os
 import resource
@@ -21,6 +22,7 @@ from workbench.mini_models import model_path
 
 from tests import broken
 from workbench import cli, records
+from workbench import run as front_door
 from workbench.checkpoints.convert import quantize_checkpoint
 from workbench.records import TensorRecord
 
@@ -48,10 +50,19 @@ def nvfp4(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def run(folder: Path, *overrides: str, **options: object) -> subprocess.CompletedProcess[str]:
-    """The front door in `folder`, with its output."""
+def run_apart(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """The front door in `folder` as a process of its own, with its output."""
     command = [sys.executable, "-m", "workbench.run", "experiment=kimi_requant", *overrides]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, **options)  # type: ignore[call-overload]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+def run(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """The same in this process, which need not import everything again."""
+    out, err = io.StringIO(), io.StringIO()
+    arguments = ["experiment=kimi_requant", *overrides]
+    with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = front_door.main(arguments)
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
 def left_over(folder: Path) -> list[int]:
@@ -73,7 +84,7 @@ def assert_refused(done: subprocess.CompletedProcess[str], *named: str) -> None:
 
 
 def test_a_missing_folder(tmp_path: Path) -> None:
-    assert_refused(run(tmp_path, *MODEL, f"model.root={tmp_path}/nowhere"), "nowhere")
+    assert_refused(run_apart(tmp_path, *MODEL, f"model.root={tmp_path}/nowhere"), "nowhere")
 
 
 @pytest.mark.parametrize(
@@ -157,7 +168,7 @@ def test_a_port_in_use(stage: str, tmp_path: Path) -> None:
 
 @pytest.mark.vllm
 def test_a_server_that_dies_at_start_shows_its_log_and_leaves_no_process(tmp_path: Path) -> None:
-    done = run(tmp_path, "stages=[evaluate]", "+engine.args.no_such_flag=1")
+    done = run_apart(tmp_path, "stages=[evaluate]", "+engine.args.no_such_flag=1")
     assert_refused(done, "no-such-flag", ".log")
     assert not left_over(tmp_path)
 

@@ -16,14 +16,18 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from tiny_models import EXCLUDED, make_deepseek, make_dense, make_prompts, make_qwen
 
+from workbench.serving.numerics import WORKER
+
 
 @dataclass(frozen=True)
 class EngineResults:
-    """folder: checkpoints by name. prompts: token ids. jobs: {key: what engine_jobs.py saved}."""
+    """folder: checkpoints by name. prompts: token ids. jobs: {key: what engine_jobs.py saved}. numerics: {key: a job
+    of numerics_jobs.py, which was run}."""
 
     folder: Path
     prompts: list[list[int]]
     jobs: dict[str, dict]
+    numerics: dict[str, dict]
 
     def audit(self, key: str) -> dict:
         return json.loads((self.folder / f"{key}.audit.json").read_text())
@@ -117,6 +121,15 @@ def engine(checkpoints) -> EngineResults:
     add("apart_stock", "small_apart", stock=True)
     add("qwen_direct", "qwen", backend="requant", format="mxfp4")
     add("deepseek_capture", "deepseek", "float32", capture=True, activations_file=str(checkpoints / "captured"))
+    numerics = {}
+    for key, checkpoint, backend, worker in (
+        ("intact", "deepseek_nvfp4", "emulation", WORKER),
+        ("fallback", "deepseek_nvfp4", "emulation", "numerics_jobs.SilentFallbackWorker"),
+        ("stock", "deepseek", "stock", WORKER),
+    ):
+        files = {name: str(checkpoints / f"{key}.{name}.json") for name in ("facts", "audit")}
+        numerics[key] = {"checkpoint": str(checkpoints / checkpoint), "backend": backend, "worker": worker, **files}
+        jobs.append({"key": key, "numerics": numerics[key]})
     (checkpoints / "jobs.json").write_text(json.dumps(jobs))
     script = Path(__file__).with_name("engine_jobs.py")
     with (checkpoints / "engine.log").open("wb") as log:
@@ -131,7 +144,7 @@ def engine(checkpoints) -> EngineResults:
     results = torch.load(checkpoints / "results.pt", weights_only=False)
     failed = {k: r["error"] for k, r in results.items() if "error" in r}
     assert not failed, failed
-    return EngineResults(checkpoints, prompts, results)
+    return EngineResults(checkpoints, prompts, results, numerics)
 
 
 def _amax(path: Path) -> dict[str, float]:

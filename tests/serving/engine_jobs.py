@@ -3,10 +3,11 @@
     python engine_jobs.py jobs.json results.pt
 
 vLLM is imported once; each job then runs in a fork of its own, as a server does: vLLM 0.32's CPU worker cannot start in
-a process in which Numba was used before.
+a process in which Numba was used before. Ranks of a parallel job are forks too.
 
 A job: {"key", "settings" (PluginSettings as a dict), "dtype", "prompts", "new_tokens", "activations" (file or ""),
-"stock" (true: vLLM's own path for the checkpoint's quant_method), "parallel" (the engine's arguments for more ranks)}.
+"stock" (true: vLLM's own path for the checkpoint's quant_method), "parallel" (the engine's arguments for more ranks)};
+or one of numerics_jobs.py, under "numerics".
 """
 
 from __future__ import annotations
@@ -22,13 +23,21 @@ os.environ |= {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # describe_memory is sent to the ranks of a parallel job
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
+    # Eager engines still compile a helper that counts log-probabilities: a minute of C++, anew on every fresh machine.
+    "TORCHDYNAMO_DISABLE": "1",
 }
 
 import torch
 
 
 def main(jobs_path: str, results_path: str) -> None:
-    import vllm  # noqa: F401 - once, for all forks
+    # Once, for all forks (`vllm` alone imports little). A class that is registered is not looked for in a process.
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+    from vllm import LLM, ModelRegistry  # noqa: F401
+    from vllm.model_executor.models import deepseek_v2, qwen3, qwen3_moe
+
+    for model in (deepseek_v2.DeepseekV3ForCausalLM, qwen3.Qwen3ForCausalLM, qwen3_moe.Qwen3MoeForCausalLM):
+        ModelRegistry.register_model(model.__name__, model)
 
     results = {}
     with open(jobs_path) as stream:
@@ -44,10 +53,17 @@ def main(jobs_path: str, results_path: str) -> None:
 
 def run_and_save(job: dict, path: str) -> None:
     try:
-        result = run_job(job)
+        result = run_numerics(job["numerics"]) if "numerics" in job else run_job(job)
     except Exception as error:  # a job that must fail is a test too
         result = {"error": f"{type(error).__name__}: {error}", "fix": getattr(error, "fix", "")}
     torch.save(result, path)
+
+
+def run_numerics(job: dict) -> dict:
+    import numerics_jobs
+
+    numerics_jobs.run(job)
+    return {}
 
 
 def run_job(job: dict) -> dict:
@@ -57,7 +73,11 @@ def run_job(job: dict) -> dict:
     from workbench.serving.vllm_plugin.settings import PluginSettings
 
     if job.get("parallel"):
+        from vllm.v1.executor import multiproc_executor
+
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # else every rank wants a NUMA node of its own
+        # vLLM's CPU platform insists on "spawn", by which each rank would import everything anew.
+        multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
     settings = PluginSettings.from_dict(job["settings"])
     exact_mla = command.uses_mla(settings.checkpoint) and job["dtype"] != "bfloat16"
     if job.get("stock"):

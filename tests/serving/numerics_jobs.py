@@ -1,18 +1,12 @@
-"""Runs engines in process, each in a fork, with the numerics worker; writes the facts that the tests read.
+"""Runs an engine in process with the numerics worker; writes the facts that the tests read. For engine_jobs.py.
 
-    python numerics_jobs.py jobs.json
-
-A job: {"key", "facts" (path), "checkpoint", "backend", "settings" (PluginSettings beside them), "worker" (class)}.
+A job: {"facts" and "audit" (paths), "checkpoint", "backend", "worker" (class)}.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
-import sys
-
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 import torch
 from vllm import LLM
@@ -78,15 +72,3 @@ def run(job: dict) -> None:
         distributed_executor_backend="uni",
         **ours,
     )
-
-
-if __name__ == "__main__":
-    sys.modules["numerics_jobs"] = sys.modules["__main__"]  # the engine imports the worker by its name
-    with open(sys.argv[1]) as stream:
-        jobs = json.load(stream)
-    for job in jobs:
-        child = multiprocessing.get_context("fork").Process(target=run, args=(job,))
-        child.start()
-        child.join()
-        if child.exitcode:
-            sys.exit(f"{job['key']} ended with {child.exitcode}")

@@ -2,62 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from workbench.serving.numerics import WORKER, read_card
+from workbench.serving.numerics import read_card
 from workbench.serving.spec import ServeSpec
 
 pytestmark = pytest.mark.vllm
 
-SCRIPT = Path(__file__).with_name("numerics_jobs.py")
-
 
 @pytest.fixture(scope="module")
-def cards(tmp_path_factory):
+def cards(engine):
     """Cards by job, and the plugin's own audit of the sabotaged server."""
-    from tiny_models import make_deepseek
-
-    from workbench.checkpoints.convert import quantize_checkpoint
-
-    folder = tmp_path_factory.mktemp("numerics")
-    make_deepseek(folder / "bf16")
-    quantize_checkpoint(folder / "bf16", folder / "nvfp4", format="nvfp4", dialect="modelopt")
-    jobs = [
-        {"key": "intact", "checkpoint": "nvfp4", "backend": "emulation", "worker": WORKER},
-        {
-            "key": "fallback",
-            "checkpoint": "nvfp4",
-            "backend": "emulation",
-            "worker": "numerics_jobs.SilentFallbackWorker",
-        },
-        {"key": "stock", "checkpoint": "bf16", "backend": "stock", "worker": WORKER},
-    ]
-    for job in jobs:
-        job["checkpoint"] = str(folder / job["checkpoint"])
-        job["facts"], job["audit"] = str(folder / f"{job['key']}.facts.json"), str(folder / f"{job['key']}.audit.json")
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    with (folder / "log").open("wb") as log:
-        code = subprocess.run(
-            [sys.executable, str(SCRIPT), str(folder / "jobs.json")],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
-            check=False,
-        ).returncode
-    assert code == 0, (folder / "log").read_text(errors="replace")[-4000:]
     found = {
-        job["key"]: read_card(
-            ServeSpec(arm=job["key"], checkpoint=job["checkpoint"], backend=job["backend"]), Path(job["facts"])
-        )
-        for job in jobs
+        key: read_card(ServeSpec(arm=key, checkpoint=job["checkpoint"], backend=job["backend"]), Path(job["facts"]))
+        for key, job in engine.numerics.items()
     }
-    return found, json.loads((folder / "fallback.audit.json").read_text())
+    return found, engine.audit("fallback")
 
 
 def row_of(card, modules: str, layer: int):
