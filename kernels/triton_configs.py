@@ -3,7 +3,8 @@
     config = triton_configs.registers(device, n, programs, k, tokens)
 
 The shapes are the fastest of those that `tests/kernels/gpu_tune.py` timed on an H200 (Triton 3.6; N = K = 8192, and 384
-experts of 7168 x 512 and 256 x 7168); how many programs share K follows the card's number of multiprocessors.
+experts of 7168 x 512 and 256 x 7168); how many programs share K follows the card's number of multiprocessors. On any
+other card `triton_tuning` tries the `*_CANDIDATES` beside them.
 """
 
 from __future__ import annotations
@@ -27,6 +28,11 @@ class Config(NamedTuple):
     groups: int  # of 16 rows, that a warp takes
     split: int = 1  # programs that share K
     registers: int = 128  # of a thread
+
+
+def tokens_tile(tokens: int) -> int:
+    """Tokens that a program of `triton_gemm_registers` multiplies, padded."""
+    return max(8, min(32, triton.next_power_of_2(tokens)))
 
 
 def registers(device: torch.device, n: int, programs: int, k: int, tokens: int) -> Config:
@@ -71,3 +77,62 @@ def wgmma(device: torch.device, n: int, k: int, m: int) -> WideConfig:
 def wgmma_experts(tokens: int, k: int) -> WideConfig:
     """For groups of at most `tokens` tokens that share an expert, and K of `k`."""
     return WideConfig(tokens, 1, stages=2 if tokens == 64 or (tokens == 128 and k < 1024) else 3)
+
+
+class Tile(NamedTuple):
+    """How a program of the portable kernels (`triton_gemm`, `triton_moe`) divides its work."""
+
+    rows: int  # of the weight
+    columns: int  # of K that it decodes at a time
+    warps: int
+    stages: int
+    split: int = 0  # programs that share K; 0: as many as fill the card
+
+
+# By the tokens that a program multiplies.
+TILES = {16: Tile(64, 256, 4, 3), 32: Tile(64, 128, 4, 3), 64: Tile(64, 128, 4, 3)}
+
+# What is tried where nothing was measured, and by `tests/kernels/gpu_tune.py`. Registers: by tokens of a program.
+REGISTER_CANDIDATES = {
+    8: [Config(8, 1, 2), Config(8, 2, 2), Config(4, 1, 1, 1, 96), Config(4, 1, 2), Config(8, 1, 2, 1, 168)],
+    16: [Config(8, 1, 2), Config(8, 2, 2), Config(4, 2, 2, 1, 168), Config(4, 1, 2)],
+    32: [Config(4, 1, 2, 1, 255), Config(4, 2, 2, 1, 255)],
+}
+UP_CANDIDATES = {  # experts whose K is long
+    8: [Config(8, 1, 1), Config(4, 1, 2), Config(8, 1, 2)],
+    32: [Config(2, 4, 2, 1, 255), Config(4, 2, 2, 1, 255)],
+}
+DOWN_CANDIDATES = {  # experts whose K is short
+    8: [Config(2, 2, 2), Config(1, 4, 2), Config(1, 2, 2)],
+    32: [Config(1, 4, 2, 1, 255)],
+}
+WIDE_CANDIDATES = [
+    WideConfig(32, 1, 2, 3),
+    WideConfig(64, 1, 2, 3),
+    WideConfig(64, 1, 4, 3),
+    WideConfig(64, 2, 2, 3),
+    WideConfig(128, 1, 2, 3),
+    WideConfig(128, 1, 2, 2),
+    WideConfig(128, 1, 1, 3),
+    WideConfig(256, 1, 1, 2),
+]
+WIDE_EXPERT_CANDIDATES = [
+    WideConfig(128, 1, 1, 2),
+    WideConfig(128, 1, 1, 3),
+    WideConfig(64, 1, 1, 2),
+    WideConfig(64, 1, 1, 3),
+    WideConfig(128, 2, 1, 2),
+    WideConfig(32, 1, 1, 3),
+]
+TILE_CANDIDATES = [
+    Tile(32, 128, 4, 2),
+    Tile(32, 256, 4, 3),
+    Tile(64, 64, 4, 3),
+    Tile(64, 128, 4, 2),
+    Tile(64, 128, 4, 3, 1),
+    Tile(64, 128, 8, 3),
+    Tile(64, 256, 8, 2),
+    Tile(128, 64, 4, 2),
+    Tile(128, 64, 8, 3),
+    Tile(128, 128, 8, 2),
+]

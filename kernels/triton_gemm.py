@@ -3,10 +3,10 @@
     y_mn = triton_gemm.packed_linear(x_mk, codes, scales, globals_, input_scales, None, [n], "nvfp4", "nvfp4")
 
 Which kernel multiplies depends on the card and on M. NVIDIA's: `triton_gemm_registers` for few tokens, on Hopper
-`triton_gemm_wgmma` for more; `triton_configs` holds where one overtakes the other. Elsewhere, and for what those do not
-take, the kernel of this file, in plain Triton: a program decodes a tile of rows of the weight and multiplies it with
-all tokens, whose activations it rounds on the way; K is split over programs until the card is full. For many tokens
-the weight is decoded once and the vendor's GEMM multiplies.
+`triton_gemm_wgmma` for more; where one overtakes the other `triton_configs` holds for an H200, `triton_tuning` finds on
+other cards. Elsewhere, and for what those do not take, the kernel of this file, in plain Triton: a program decodes a
+tile of rows of the weight and multiplies it with all tokens, whose activations it rounds on the way; K is split over
+programs until the card is full. For many tokens the weight is decoded once and the vendor's GEMM multiplies.
 
 Numbers, whichever runs: weights decoded exactly in float32 and rounded once to x's dtype; activations as
 `triton_activation` rounds them; products added in float32, parts in a fixed order. The even and the odd elements of K
@@ -15,16 +15,12 @@ are multiplied apart, which needs no shuffling of codes and changes the order of
 
 from __future__ import annotations
 
-import functools
-import importlib
-from types import ModuleType
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import triton_configs
+from . import triton_configs, triton_tuning
 from .tables import MXFP4_BLOCK, NVFP4_BLOCK
 from .triton_activation import mxfp4_qdq_activation, nvfp4_own_global, nvfp4_qdq_activation
 from .triton_dequantize import mxfp4_dequantize, nvfp4_dequantize
@@ -44,13 +40,11 @@ from .triton_elements import (
 )
 from .triton_gemm_sum import sum_parts
 from .triton_launch import bytes_of, split_steps
+from .triton_routes import bucket, default_route, gluon_module, linear_key, linear_plans, linear_routes
 from .triton_scales import mxfp4_scale_bytes
+from .triton_tuning import Plan
 
-FUSED_TOKENS = 64  # at most so many tokens take the fused kernel
-MATRICES = 4  # at most so many matrices in one weight take the kernels in Gluon
 BLOCKS = {"nvfp4": NVFP4_BLOCK, "mxfp4": MXFP4_BLOCK}
-# (rows of the weight, columns) a program decodes at a time, warps, stages, by the tokens it multiplies them with.
-TILES = {16: (64, 256, 4, 3), 32: (64, 128, 4, 3), 64: (64, 128, 4, 3)}
 _ROW_TILE = 2048
 
 
@@ -124,8 +118,33 @@ def _linear(
     weight_format: str,
     activation_format: str,
 ) -> Tensor:
-    kernel = _kernel(x, codes, scales, g, widths)
-    if kernel in ("registers", "wgmma"):
+    def multiply(plan: Plan) -> Tensor:
+        return multiplied(plan, x, codes, scales, g, input_scale, bias, widths, weight_format, activation_format)
+
+    (m, k), n = x.shape, codes.shape[0]
+    routes = linear_routes(x, codes, scales, g, widths)
+    tuner, tokens = triton_tuning.tuner(x.device), bucket(m)
+    if tuner is None or tokens is None or not m or not n:
+        return multiply(Plan(default_route(m, routes)))
+    key = linear_key(n, k, tokens, weight_format, activation_format, x.dtype)
+    return multiply(tuner.plan(key, lambda: linear_plans(tokens, routes), multiply))
+
+
+def multiplied(
+    plan: Plan,
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    g: Tensor | None,
+    input_scale: Tensor | None,
+    bias: Tensor | None,
+    widths: list[int],
+    weight_format: str,
+    activation_format: str,
+) -> Tensor:
+    """`packed_linear` of x `[M, K]` as `plan` says, with one input scale for all."""
+    route, numbers = plan.route, list(plan.numbers)
+    if route in ("registers", "wgmma"):
         y = torch.ops.workbench_kernels.gluon_linear(
             round_activation(x, activation_format, input_scale),
             codes,
@@ -133,50 +152,19 @@ def _linear(
             g,
             widths,
             weight_format,
-            kernel == "wgmma",
+            route == "wgmma",
+            numbers,
         )
         return y if bias is None else y + bias
     rows = None if g is None else _per_row(g, widths)
-    if kernel == "decode":
+    if route == "decode":
         rows = rows if rows is None or rows.numel() == 1 else rows.unsqueeze(-1)
         weight_nk = decode(codes, scales, rows, weight_format, x.dtype)
         return torch.nn.functional.linear(round_activation(x, activation_format, input_scale), weight_nk, bias)
     y = torch.ops.workbench_kernels.fused_linear(
-        x, codes, scales.view(torch.uint8), rows, input_scale, weight_format, activation_format
+        x, codes, scales.view(torch.uint8), rows, input_scale, weight_format, activation_format, numbers
     )
     return y if bias is None else y + bias
-
-
-def _kernel(x: Tensor, codes: Tensor, scales: Tensor, g: Tensor | None, widths: list[int]) -> str:
-    """What multiplies M tokens: registers, wgmma, portable (plain Triton) or decode (and the vendor's GEMM)."""
-    m, k = x.shape
-    if g is None or g.numel() in (1, codes.shape[0]) or len(widths) <= MATRICES:
-        wide = gluon_kernels("wgmma", x.device, x.dtype, k, codes, scales) is not None
-        if m <= (triton_configs.REGISTER_TOKENS if wide else FUSED_TOKENS) and gluon_kernels(
-            "registers", x.device, x.dtype, k, codes, scales
-        ):
-            return "registers"
-        if wide and m <= triton_configs.WGMMA_TOKENS:
-            return "wgmma"
-    return "portable" if m <= FUSED_TOKENS else "decode"
-
-
-def gluon_kernels(name: str, device: torch.device, dtype: torch.dtype, k: int, *weight: Tensor) -> ModuleType | None:
-    """`triton_gemm_{name}` where it multiplies `weight` with inputs of `dtype` and K of `k` on `device`."""
-    kernels = _gluon_kernels(name) if device.type == "cuda" else None
-    fits = kernels is not None and kernels.supports(device, dtype, k) and kernels.aligned(*weight)
-    return kernels if fits else None
-
-
-@functools.cache
-def _gluon_kernels(name: str) -> ModuleType | None:
-    """None where Triton has no Gluon or interprets."""
-    if torch.version.hip is not None or triton.knobs.runtime.interpret:
-        return None
-    try:
-        return importlib.import_module(f".triton_gemm_{name}", __package__)
-    except ImportError:
-        return None
 
 
 def _per_row(globals_: Tensor, widths: list[int]) -> Tensor:
@@ -199,16 +187,17 @@ def _fused_linear(
     input_scale: Tensor | None,
     weight_format: str,
     activation_format: str,
+    numbers: list[int],
 ) -> Tensor:
+    """numbers: a `triton_configs.Tile`; empty: the default."""
     (m, k), n = x.shape, codes.shape[0]
     if not m or not n:
         return x.new_empty((m, n))
     x = x.contiguous()
     tokens = min(64, max(16, triton.next_power_of_2(m)))
-    rows, columns, warps, stages = TILES[tokens]
-    steps = triton.cdiv(k, columns)
+    rows, columns, warps, stages, split = numbers or triton_configs.TILES[tokens]
     programs = triton.cdiv(n, rows) * triton.cdiv(m, tokens)
-    split, steps_each = split_steps(steps, programs, x.device)
+    split, steps_each = split_steps(triton.cdiv(k, columns), programs, x.device, split)
     partial = x.new_empty((split, m, n), dtype=torch.float32 if split > 1 else x.dtype)
     own = token_globals(x, input_scale) if activation_format == "nvfp4" else x
     _linear_kernel[(triton.cdiv(n, rows), triton.cdiv(m, tokens), split)](
@@ -246,21 +235,33 @@ def _(
     input_scale: Tensor | None,
     weight_format: str,
     activation_format: str,
+    numbers: list[int],
 ) -> Tensor:
     return x.new_empty((x.shape[0], codes.shape[0]))
 
 
 @torch.library.custom_op("workbench_kernels::gluon_linear", mutates_args=())
 def _gluon_linear(
-    x: Tensor, codes: Tensor, scales: Tensor, g: Tensor | None, widths: list[int], weight_format: str, wide: bool
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    g: Tensor | None,
+    widths: list[int],
+    weight_format: str,
+    wide: bool,
+    numbers: list[int],
 ) -> Tensor:
+    """numbers: a `triton_configs.WideConfig` (wide) or `Config`; empty: the default."""
     (m, k), n = x.shape, codes.shape[0]
     if not m or not n:
         return x.new_empty((m, n))
-    kernels = _gluon_kernels("wgmma" if wide else "registers")
+    kernels = gluon_module("wgmma" if wide else "registers")
     assert kernels is not None
     if wide:
-        x, config = kernels.order_tokens(x), triton_configs.wgmma(x.device, n, k, m)
+        x = kernels.order_tokens(x)
+        config = triton_configs.WideConfig(*numbers) if numbers else triton_configs.wgmma(x.device, n, k, m)
+    elif numbers:
+        config = triton_configs.Config(*numbers)
     else:
         tokens = kernels.tokens_tile(m)
         config = triton_configs.registers(x.device, n, triton.cdiv(m, tokens), k, tokens)
@@ -269,7 +270,14 @@ def _gluon_linear(
 
 @_gluon_linear.register_fake
 def _(
-    x: Tensor, codes: Tensor, scales: Tensor, g: Tensor | None, widths: list[int], weight_format: str, wide: bool
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    g: Tensor | None,
+    widths: list[int],
+    weight_format: str,
+    wide: bool,
+    numbers: list[int],
 ) -> Tensor:
     return x.new_empty((x.shape[0], codes.shape[0]))
 

@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from .triton_configs import Config
+from .triton_configs import Config, tokens_tile
 from .triton_gemm_decode import (
     aligned,
     any_tiny,
@@ -40,11 +40,6 @@ from .triton_gemm_sum import sum_parts
 from .triton_launch import bytes_of
 
 __all__ = ["aligned", "grouped", "linear", "supports", "tokens_tile"]
-
-
-def tokens_tile(tokens: int) -> int:
-    """Tokens that a program multiplies, padded."""
-    return max(8, min(32, triton.next_power_of_2(tokens)))
 
 
 def linear(

@@ -65,12 +65,12 @@ def has_packed_bfloat16(device: torch.device) -> bool:
     return has_permute() and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def split_steps(steps: int, programs: int, device: torch.device) -> tuple[int, int]:
+def split_steps(steps: int, programs: int, device: torch.device, parts: int = 0) -> tuple[int, int]:
     """In how many parts a product's K goes so that few `programs` still fill the card, and the steps of a part.
 
-    A part has at least two of the `steps`; none is empty.
+    A part has at least two of the `steps`; none is empty. parts: asked for; 0: as many as fill the card.
     """
-    parts = max(1, min(steps // 2, _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device) // programs))
+    parts = max(1, min(steps // 2, parts or _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device) // programs))
     steps_each = triton.cdiv(steps, parts)
     return triton.cdiv(steps, steps_each), steps_each
 

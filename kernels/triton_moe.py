@@ -18,11 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import triton_configs
+from . import triton_configs, triton_tuning
 from .triton_elements import rounded_to, widened
-from .triton_gemm import TILES, fp4_product, gluon_kernels, round_activation
+from .triton_gemm import fp4_product, round_activation
 from .triton_gemm_sum import sum_parts
 from .triton_launch import bytes_of, split_steps
+from .triton_routes import experts_key, experts_plans, gluon_kernels, gluon_module, gluon_routes, multiplied
+from .triton_tuning import Plan
 
 ALONE = 128  # at most so many assignments are multiplied each alone
 
@@ -175,17 +177,17 @@ def _grouped_linear(
     """`[A, N]`: of each assignment, its row of `rows` `[S, R, K]` times its expert of `codes` `[E, N, K/2]`; anything
     for another rank's. groups: `group_by_expert`'s for `size`, or, for size 0, the experts alone. g `[E, shards]`:
     decode multipliers of equal parts of the N rows."""
-    device, n, k = rows.device, codes.shape[1], rows.shape[-1]
-    kernels = gluon_kernels("wgmma", device, rows.dtype, k, codes, scales)
-    if kernels is not None and size >= 32:
-        rows, wide = kernels.order_tokens(rows), triton_configs.wgmma_experts(size, k)
-        return kernels.grouped(rows, codes, scales, g, groups, assignments, per_row, weight_format, wide)
-    kernels = gluon_kernels("registers", device, rows.dtype, k, codes, scales)
-    if kernels is not None and size <= 32:
-        count = groups[1].numel() if size else assignments
-        config = triton_configs.registers(device, n, count, k, size or 8)
-        return kernels.grouped(rows, codes, scales, g, groups, size, assignments, per_row, weight_format, config)
-    return _portable(rows, codes, scales, g, groups, size, per_row, assignments, weight_format)
+    k = rows.shape[-1]
+    routes = gluon_routes(rows, codes, scales)
+
+    def multiply(plan: Plan) -> Tensor:
+        return _grouped_as(plan, rows, codes, scales, g, groups, size, per_row, assignments, weight_format)
+
+    tuner = triton_tuning.tuner(rows.device)
+    if tuner is None:
+        return multiply(experts_plans(size, k, routes)[0])
+    key = experts_key(codes, k, assignments, size, rows.shape[0], weight_format, rows.dtype)
+    return multiply(tuner.plan(key, lambda: experts_plans(size, k, routes), multiply, lambda y: y[multiplied(groups)]))
 
 
 @_grouped_linear.register_fake
@@ -203,7 +205,8 @@ def _(
     return rows.new_empty((assignments, codes.shape[1]))
 
 
-def _portable(
+def _grouped_as(
+    plan: Plan,
     rows: Tensor,
     codes: Tensor,
     scales: Tensor,
@@ -214,15 +217,45 @@ def _portable(
     assignments: int,
     weight_format: str,
 ) -> Tensor:
+    """`grouped_linear` as `plan` says."""
+    k, numbers = rows.shape[-1], plan.numbers
+    if plan.route == "portable":
+        tile = triton_configs.Tile(*numbers) if numbers else triton_configs.TILES[size]
+        return _portable(rows, codes, scales, g, groups, size, per_row, assignments, weight_format, tile)
+    kernels = gluon_module(plan.route)
+    assert kernels is not None
+    if plan.route == "wgmma":
+        wide = triton_configs.WideConfig(*numbers) if numbers else triton_configs.wgmma_experts(size, k)
+        rows = kernels.order_tokens(rows)
+        return kernels.grouped(rows, codes, scales, g, groups, assignments, per_row, weight_format, wide)
+    if numbers:
+        config = triton_configs.Config(*numbers)
+    else:
+        count = groups[1].numel() if size else assignments
+        config = triton_configs.registers(rows.device, codes.shape[1], count, k, size or 8)
+    return kernels.grouped(rows, codes, scales, g, groups, size, assignments, per_row, weight_format, config)
+
+
+def _portable(
+    rows: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    g: Tensor | None,
+    groups: list[Tensor],
+    size: int,
+    per_row: int,
+    assignments: int,
+    weight_format: str,
+    tile: triton_configs.Tile,
+) -> Tensor:
     """`grouped_linear` in plain Triton."""
     order, expert, first, stop = groups
     rows, n, k = rows.contiguous(), codes.shape[1], rows.shape[-1]
     shards = max(rows.shape[0], 1 if g is None else g.shape[1])
-    tile_rows, columns, warps, stages = TILES[size]
+    tile_rows, columns, warps, stages, parts = tile
     tiles = triton.cdiv(n // shards, tile_rows)
-    steps = triton.cdiv(k, columns)
     programs = max(1, expert.numel() * tiles * shards)
-    split, steps_each = split_steps(steps, programs, rows.device)
+    split, steps_each = split_steps(triton.cdiv(k, columns), programs, rows.device, parts)
     out = rows.new_empty((split, assignments, n), dtype=torch.float32 if split > 1 else rows.dtype)
     _grouped_kernel[(expert.numel(), tiles * shards, split)](
         rows,

@@ -1,8 +1,10 @@
 """Checks every Triton kernel on a CUDA card against the reference, bit for bit, then times them (workbench.bench).
 
-    python tests/kernels/gpu_check.py [--quick] [--only checks|streams|linear|experts] [--json FILE] [--markdown FILE]
+    python tests/kernels/gpu_check.py [--quick] [--only checks|tuning|streams|linear|experts] [--json FILE]
+                                      [--markdown FILE]
 
 Needs torch and Triton alone; vLLM, torchao and compressed-tensors are timed beside them where they are installed.
+Tuning (`gpu_tuning.py`) is checked only where it is asked for.
 """
 
 from __future__ import annotations
@@ -303,7 +305,7 @@ def _check_experts() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller tensors, fewer sizes")
-    parser.add_argument("--only", choices=("checks", *SECTIONS), action="append")
+    parser.add_argument("--only", choices=("checks", "tuning", *SECTIONS), action="append")
     parser.add_argument("--json", type=Path, help="every figure, written after each section")
     parser.add_argument("--markdown", type=Path, help="the tables for the documentation")
     arguments = parser.parse_args()
@@ -316,6 +318,13 @@ def main() -> int:
         check_products()
         print(f"{len(failures)} checks failed" if failures else "every check passed", flush=True)
         print("\n".join(failures[:40]), flush=True)
+
+    if "tuning" in only:
+        import gpu_tuning
+
+        found = gpu_tuning.check()
+        failures.extend(found)
+        print("\n".join(found) if found else "tuning: every check passed", flush=True)
 
     def save(result: CudaBench) -> None:
         if arguments.json:

@@ -37,25 +37,12 @@ from workbench.kernels import triton_quantize as quant  # noqa: E402
 
 N = K = 8192
 Config, WideConfig = triton_configs.Config, triton_configs.WideConfig
-LINEAR = {
-    8: [(8, 1, 2), (8, 2, 2), (4, 1, 1, 1, 96), (4, 1, 2), (8, 1, 2, 1, 168)],
-    16: [(8, 1, 2), (8, 2, 2), (4, 2, 2, 1, 168), (4, 1, 2)],
-    32: [(4, 1, 2, 1, 255), (4, 2, 2, 1, 255)],
-}
-UP = {8: [(8, 1, 1), (4, 1, 2), (8, 1, 2)], 32: [(2, 4, 2, 1, 255), (4, 2, 2, 1, 255)]}
-DOWN = {8: [(2, 2, 2), (1, 4, 2), (1, 2, 2)], 32: [(1, 4, 2, 1, 255)]}
-# Of `triton_gemm_wgmma`: tokens, warpgroups, split, stages.
-WIDE = [
-    (32, 1, 2, 3),
-    (64, 1, 2, 3),
-    (64, 1, 4, 3),
-    (64, 2, 2, 3),
-    (128, 1, 2, 3),
-    (128, 1, 2, 2),
-    (128, 1, 1, 3),
-    (256, 1, 1, 2),
-]
-WIDE_EXPERTS = [(128, 1, 1, 2), (128, 1, 1, 3), (64, 1, 1, 2), (64, 1, 1, 3), (128, 2, 1, 2), (32, 1, 1, 3)]
+LINEAR, UP, DOWN = (
+    triton_configs.REGISTER_CANDIDATES,
+    triton_configs.UP_CANDIDATES,
+    triton_configs.DOWN_CANDIDATES,
+)
+WIDE, WIDE_EXPERTS = triton_configs.WIDE_CANDIDATES, triton_configs.WIDE_EXPERT_CANDIDATES
 results: dict[str, dict[str, float]] = {}
 failures: list[str] = []
 
@@ -200,7 +187,7 @@ def tune_linear() -> None:
         w = decoded(*weights[0]).double()
         for size, configs in LINEAR.items():
             for numbers in configs:
-                name = str(numbers)
+                name = str(tuple(numbers))
                 for m in (m for m in tokens if registers.tokens_tile(m) == size):
                     if weight_format == "mxfp4" and m not in (1, 16, 64):
                         continue
@@ -231,7 +218,11 @@ def tune_linear() -> None:
                     size = x[m].double().abs() @ w.abs().T
                     good &= close(f"wide {weight_format} M={m} {numbers}", y, x[m].double() @ w.T, size)
                 if good:
-                    timed(f"{weight_format} M={m}", f"(wide {numbers})", [lambda p=p, f=call: f(p) for p in weights])
+                    timed(
+                        f"{weight_format} M={m}",
+                        f"(wide {tuple(numbers)})",
+                        [lambda p=p, f=call: f(p) for p in weights],
+                    )
         for m in tokens:
             for activation in ("none", weight_format):
                 if activation == "none" or m in (1, 16, 64, 256):
@@ -276,7 +267,7 @@ def tune_experts() -> None:
                     if close(f"{kind} {tokens} {size} {numbers}", y[rows_at], expected, bound):
                         timed(
                             f"{kind} {tokens} tokens",
-                            f"{numbers} size {size}",
+                            f"{tuple(numbers)} size {size}",
                             [lambda i=i, f=call: f(i) for i in spread],
                         )
         for numbers in WIDE_EXPERTS if tokens >= 64 else ():
@@ -293,7 +284,7 @@ def tune_experts() -> None:
                 rows_at, expected, bound = _checked_rows(rows, weight, ids, per_row)
                 if close(f"wide {kind} {numbers}", y[rows_at], expected, bound):
                     calls = [lambda i=i, f=call: f(i) for i in spread]
-                    timed(f"{kind} {tokens} tokens", f"(wide {numbers})", calls)
+                    timed(f"{kind} {tokens} tokens", f"(wide {tuple(numbers)})", calls)
         for activation in ("none", "nvfp4"):
             calls = [
                 lambda i=i, p=parts, a=activation: moe.packed_moe(

@@ -63,6 +63,7 @@ class WorkbenchModelLoader(DefaultModelLoader):
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
         from .audit import write_audit
+        from .tuning import tune_layers
 
         started = time.perf_counter()
         quant_config = vllm_config.quant_config
@@ -71,6 +72,8 @@ class WorkbenchModelLoader(DefaultModelLoader):
         model = super().load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
         if self._config is not None and self._config.taken and current_platform.is_cpu():
             cpu.prepare(model_config.dtype)  # compiled now, not while the first request waits
+        elif self._config is not None and self._config.taken:
+            tune_layers(model, model_config.dtype)  # before graphs are captured
         if self.settings.audit:
             write_audit(
                 Path(self.settings.audit),
