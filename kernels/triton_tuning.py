@@ -38,7 +38,7 @@ SHIPPED = (("NVIDIA H200", "sm_90"),)  # cards whose defaults were measured: nam
 
 _FORMAT = "workbench-kernel-plans-1"
 _SCRATCH_BYTES = 64 << 20
-_REPEATS = 7
+_REPEATS, _WRITES = 7, 24
 _log = logging.getLogger(__name__)
 
 
@@ -240,7 +240,7 @@ class CudaTimer:
             call()
             for _ in range(_REPEATS):
                 start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                for _ in range(8):
+                for _ in range(_WRITES):
                     scratch.zero_()
                 start.record()
                 call()

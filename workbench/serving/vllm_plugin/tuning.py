@@ -23,6 +23,8 @@ from . import ops
 from .linear import PackedLinearMethod
 from .moe import PackedMoEMethod
 
+LIMIT_S = 180.0  # no call is started after so many seconds: the engine's start waits for this
+
 logger = init_logger("vllm.workbench")
 
 
@@ -41,6 +43,9 @@ def tune_layers(model: nn.Module, dtype: torch.dtype) -> None:
         try:
             with triton_tuning.at_load(), torch.no_grad():
                 for call in distinct_calls(model, dtype):
+                    if time.perf_counter() - start > LIMIT_S:
+                        logger.warning("tuning stopped after %.0f s; what is left is tuned at the next start", LIMIT_S)
+                        break
                     call()
         except Exception as error:  # the other ranks wait for the plans
             logger.warning("tuning stopped: %s: %s; the rest runs by the defaults", type(error).__name__, error)
