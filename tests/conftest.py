@@ -16,7 +16,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle threads sleep: the o
 
 _ROOT = Path(__file__).parent
 # By measured minutes, most first; everything else follows in its own order.
-_FIRST = ("serving", "kernels", "test_demo.py", "analysis", "test_studies.py", "test_bad_input.py", "reporting")
+_FIRST = ("test_demo.py", "kernels", "serving", "test_studies.py", "analysis", "test_bad_input.py", "reporting")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
