@@ -32,7 +32,7 @@ class Config(NamedTuple):
 
 def tokens_tile(tokens: int) -> int:
     """Tokens that a program of `triton_gemm_registers` multiplies, padded."""
-    return max(8, min(32, triton.next_power_of_2(tokens)))
+    return max(8, min(32, int(triton.next_power_of_2(tokens))))
 
 
 def registers(device: torch.device, n: int, programs: int, k: int, tokens: int) -> Config:

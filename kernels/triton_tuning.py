@@ -234,7 +234,7 @@ class CudaTimer:
         self.device, self._bytes = device, max(_SCRATCH_BYTES, 2 * cache)
 
     def __call__(self, call: Callable[[], object]) -> float:
-        found = []
+        found: list[float] = []
         with torch.cuda.device(self.device):
             scratch = torch.empty(self._bytes, dtype=torch.int8, device=self.device)
             call()

@@ -10,6 +10,7 @@ Does nothing where the kernels' defaults were measured for the card, and on a CP
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -65,6 +66,7 @@ def distinct_calls(model: nn.Module, dtype: torch.dtype) -> Iterator[Callable[[]
     from workbench.kernels.triton_routes import BUCKETS
 
     seen: set[tuple[Any, ...]] = set()
+    module: Any
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, PackedLinearMethod):
@@ -80,16 +82,14 @@ def distinct_calls(model: nn.Module, dtype: torch.dtype) -> Iterator[Callable[[]
         if key not in seen:
             seen.add(key)
             for tokens in BUCKETS:
-                yield lambda call=call, module=module, tokens=tokens: call(module, tokens, dtype)
+                yield functools.partial(call, module, tokens, dtype)
 
 
-def _call_linear(layer: nn.Module, tokens: int, dtype: torch.dtype) -> Tensor:
+def _call_linear(layer: Any, tokens: int, dtype: torch.dtype) -> Tensor:
     """The layer's product as the kernels see it. Ranks that split K round the input before it."""
     from workbench.kernels import triton_gemm
 
     method, weight = layer.quant_method, layer.weight
-    assert isinstance(method, PackedLinearMethod)
-    assert isinstance(weight, Tensor)
     rounded = bool(method.ranks) and method.plan.activation == "nvfp4"
     return triton_gemm.packed_linear(
         torch.randn(tokens, 2 * weight.shape[1], device=weight.device, dtype=dtype),
