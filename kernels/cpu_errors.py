@@ -93,7 +93,10 @@ def code_sums(a: Tensor, b: Tensor, steps: Tensor, *, block: int) -> NDArray[np.
 
 
 def scale_values(scales: Tensor) -> Tensor:
-    """Block scales as float32: E4M3 values and E8M0 bytes (uint8) by table, which a cast is many times slower than."""
+    """Block scales as float32: E4M3 values and E8M0 bytes (uint8) by table, which a cast is many times slower than on
+    a CPU."""
+    if not scales.is_cpu:
+        return e8m0_values(scales) if scales.dtype == torch.uint8 else scales.float()
     if scales.dtype == torch.uint8:
         return torch.from_numpy(_e8m0_values()[scales.numpy()])
     if scales.dtype == torch.float8_e4m3fn:

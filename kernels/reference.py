@@ -76,9 +76,9 @@ def e4m3_round(x: Tensor) -> Tensor:
 
 def e8m0_values(scale_bytes: Tensor) -> Tensor:
     """E8M0 bytes to float32: 2**(b - 127); byte 0 is the subnormal 2**-127, byte 255 is NaN."""
-    exponent = scale_bytes.to(torch.int32) - E8M0_BIAS
-    value = torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), exponent).float()
-    return torch.where(scale_bytes == E8M0_NAN, torch.full_like(value, torch.nan), value)
+    byte = scale_bytes.to(torch.int32)
+    value = torch.where(byte == 0, 1 << 22, byte << 23).view(torch.float32)  # the byte is float32's biased exponent
+    return torch.where(byte == E8M0_NAN, torch.full_like(value, torch.nan), value)
 
 
 def mx_exponents(

@@ -19,6 +19,7 @@ def analyze(arguments: argparse.Namespace) -> int:
     import time
 
     from workbench import records
+    from workbench.analysis.device import Device
     from workbench.analysis.faults import KINDS
     from workbench.analysis.study import analyze_checkpoints
     from workbench.progress import Progress
@@ -27,6 +28,7 @@ def analyze(arguments: argparse.Namespace) -> int:
     check_folder("--out", arguments.out)
     source, first = _analyzed(arguments)
     check_input("--activations", arguments.activations)
+    device = Device(arguments.device)
     pair, arms = _pair_and_arms(arguments, first)
     start, reading = time.monotonic(), Progress().reading()
     summary = analyze_checkpoints(
@@ -42,6 +44,7 @@ def analyze(arguments: argparse.Namespace) -> int:
         progress=reading.bar,
         read_bytes=reading.add,
         moments=arguments.products == "moments",
+        device=device,
     )
     paths = {"source": source, "first": first, "second": pair.second}
     manifest = describe(
@@ -50,8 +53,13 @@ def analyze(arguments: argparse.Namespace) -> int:
         seeds={"bootstrap": arguments.seed},
         command=command_line(),
     )
-    seconds = {"analyze": round(time.monotonic() - start, 1)}
-    records.write_json(arguments.out / "manifest.json", dataclasses.replace(manifest, stage_seconds=seconds))
+    manifest = dataclasses.replace(
+        manifest,
+        stage_seconds={"analyze": round(time.monotonic() - start, 1)},
+        device=device.name,
+        device_peak_bytes=device.peak_bytes(),
+    )
+    records.write_json(arguments.out / "manifest.json", manifest)
     for found in summary.pairs:
         print(
             f"{found.matrices} matrices, SQNR pooled: first {found.sqnr_first_db.pooled:.2f} dB, "

@@ -256,6 +256,7 @@ class _Run:
 
     def analyze(self) -> None:
         from workbench.analysis.controls import run_controls
+        from workbench.analysis.device import Device
         from workbench.analysis.study import analyze_pairs
 
         self.say.stage("analyze")
@@ -264,13 +265,12 @@ class _Run:
         if not settings.analysis.pairs:
             self.say.note("no analysis.pairs: nothing to analyze")
             return
-        named = {settings.baseline}
-        for pair in settings.analysis.pairs:
-            named |= {arm for arm in (pair.first, pair.second, pair.direct) if arm is not None}
+        device, pairs = Device(settings.analysis.device), settings.analysis.pairs
+        named = {settings.baseline, *(arm for pair in pairs for arm in (pair.first, pair.second, pair.direct))}
         summary = analyze_pairs(
             out=self.folder.path,
             source_arm=settings.baseline,
-            pairs=settings.analysis.pairs,
+            pairs=pairs,
             arms={
                 name: (
                     self.arms.folder(arm.checkpoint),
@@ -286,12 +286,13 @@ class _Run:
             seed=settings.seed,
             progress=self.say.bar,
             say=self.say.note,
+            device=device,
         )
+        self.folder.measured_on(device.name, device.peak_bytes())
         target = self.folder.path / "controls.json"
         if settings.analysis.controls and not target.exists():
             self.say.note("controls: the same chain on synthetic weights, over an octave of scales and over widths")
-            controls = run_controls(summary, seed=settings.seed)
-            records.write_json(target, controls)
+            records.write_json(target, controls := run_controls(summary, seed=settings.seed))
             for sentence in controls.sentences:
                 self.say.note(f"{sentence.holds}: {sentence.claim} ({sentence.measured})")
 

@@ -41,8 +41,11 @@ class RunFolder:
     def __init__(self, path: Path, lock: TextIO, resumed: bool) -> None:
         self.path, self.resumed, self._lock = path, resumed, lock
         self.stage_seconds: dict[str, float] = {}
+        self._measured_on = ("cpu", 0)
         if resumed and (path / MANIFEST).exists():
-            self.stage_seconds.update(read_record(Manifest, path / MANIFEST).stage_seconds)
+            before = read_record(Manifest, path / MANIFEST)
+            self.stage_seconds.update(before.stage_seconds)
+            self._measured_on = (before.device, before.device_peak_bytes)
 
     def close(self) -> None:
         self._lock.close()
@@ -55,11 +58,17 @@ class RunFolder:
         yield
         self.stage_seconds[stage] = self.stage_seconds.get(stage, 0.0) + round(time.monotonic() - start, 2)
 
+    def measured_on(self, device: str, peak_bytes: int) -> None:
+        """Where the weights were measured; of a pass that was found finished, the first's memory stays."""
+        self._measured_on = (device, max(peak_bytes, self._measured_on[1]))
+
     def write_manifest(self, manifest: Manifest) -> None:
         """Store the manifest with the stages' seconds so far. The first start time stays."""
         path = self.path / MANIFEST
         if path.exists():
             manifest = dataclasses.replace(manifest, started=read_record(Manifest, path).started)
+        device, peak = self._measured_on
+        manifest = dataclasses.replace(manifest, device=device, device_peak_bytes=peak)
         records.write_json(path, dataclasses.replace(manifest, stage_seconds=dict(self.stage_seconds)))
 
 

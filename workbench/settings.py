@@ -149,7 +149,8 @@ class PairSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class AnalysisSettings:
-    """sample: about so many matrices, stratified (null: all). controls: the same chain on synthetic weights, too."""
+    """sample: about so many matrices, stratified (null: all). controls: the same chain on synthetic weights, too.
+    device: of the weights' pass: cpu, cuda, cuda:1."""
 
     pairs: tuple[PairSettings, ...]
     capture: bool
@@ -158,6 +159,7 @@ class AnalysisSettings:
     bootstrap: int
     sample: int | None = None
     controls: bool = False
+    device: str = "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@
     measured.figures["sqnr_total_db"], measured.figures["corr_e1_e2"], measured.worst
 
 w = source, a = first(w), b = second(a), d = second(w) (direct); e1 = a - w, e2 = b - a, e = b - w, ed = d - w. All
-figures follow from sums over elements (`figures.py`), made by the compiled CPU pass a few rows at a time and kept for
+figures follow from sums over elements (`figures.py`), made some rows at a time (`chunks.py`) and kept for
 each unit (a run of scale blocks), whose influence on a figure gives its interval. Definitions: docs/analysis.md.
 """
 
@@ -17,38 +17,19 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from workbench.errors import FormatError
 from workbench.kernels import cpu_errors
 
-from .attribution import attribution_of, part_sums
+from .attribution import attribution_of
+from .chunks import WORST_BLOCKS, Job, Part, Sides
 from .figures import Missing, figures_of, sqnr_db
-from .histograms import DENSITY_SAMPLES, code_asymmetry, count_density
-from .influence import MAX_UNITS
-from .sides import CHUNK_ELEMENTS, DenseSide, Side, chunk_rows
+from .histograms import code_asymmetry, count_density
+from .sides import DenseSide, Side
 
 __all__ = ["Measured", "Sides", "measure_matrix", "measure_sides", "sqnr_db"]
-
-WORST_BLOCKS = 3
-CODE_ELEMENTS = 1 << 18
-"""Codes are counted on about so many elements of a large matrix: whole chunks, evenly spread."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Sides:
-    """The arms of one matrix, `[N, K]` each. source or first may be missing, not both; second may be."""
-
-    source: Side | None
-    first: Side | None
-    second: Side | None
-    direct: Side | None = None
-
-    def present(self) -> dict[str, Side]:
-        named = {"source": self.source, "first": self.first, "second": self.second, "direct": self.direct}
-        return {name: side for name, side in named.items() if side is not None}
 
 
 class WorstBlock(NamedTuple):
@@ -111,20 +92,21 @@ def measure_sides(
     *,
     name: str = "tensor",
     pool: ThreadPoolExecutor | None = None,
+    elements: int | None = None,
 ) -> Measured:
     """Measure one matrix in one pass over its rows. pool: threads that share the chunks; None: this thread alone.
+    elements: values of each arm at once where they lie on a GPU (`chunks.py`).
 
-    The result does not depend on the number of threads. Raises FormatError naming `name` for shapes that differ
+    The result does not depend on the number of threads. On a GPU, and by whatever `elements`, counts, samples and the
+    worst blocks' places are equal, and a sum differs by the order of summation: less than 1e-12 of the sum of its
+    terms' magnitudes. Raises FormatError naming `name` for shapes that differ
     and for an empty matrix.
     """
     shape, block = _check(sides, name)
-    multiple = math.lcm(*(side.row_multiple for side in sides.present().values()))
-    chunks = chunk_rows(shape, multiple)
-    elements = math.prod(shape)
-    unit = block * max(1, math.ceil(elements / block / MAX_UNITS))
-    job = _Job(sides, shape, block, unit, max(1, elements // DENSITY_SAMPLES) | 1, _every(len(chunks), elements))
+    job = Job.of(sides, shape, block, elements)
+    chunks, count = job.chunks, math.prod(shape)
     run: Callable[..., Any] = map if pool is None else pool.map
-    parts: list[_Part] = list(run(job.measure, range(len(chunks)), chunks))
+    parts: list[Part] = list(run(job.measure, chunks))
     units = np.concatenate([part.units for part in parts])
     missing = Missing(
         source=sides.source is None,
@@ -134,14 +116,14 @@ def measure_sides(
     )
     total = units.sum(axis=0)
     figures, doubtful = figures_of(units, total, missing, _constant(job, chunks, total, missing))
-    figures |= _attributions(parts, elements, missing)
+    figures |= _attributions(parts, count, missing)
     codes = np.sum([p.codes for p in parts if p.codes is not None], axis=0) if parts[0].codes is not None else None
     figures["e2_code_asymmetry"] = code_asymmetry(codes)
     both = sides.source is not None and sides.first is not None and sides.second is not None
     samples = np.concatenate([part.samples for part in parts], axis=1) if both else None
     return Measured(
         figures=figures,
-        worst=_worst_blocks(parts, chunks, shape, block, elements),
+        worst=_worst_blocks(parts, chunks, shape, block, count),
         codes=codes,
         density=None if samples is None else count_density(samples[0], samples[1]),
         sums=total,
@@ -150,88 +132,7 @@ def measure_sides(
     )
 
 
-# ---- chunks ----------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Part:
-    """What one chunk adds. units: [u, sums + count]. energies, signals: of (b - w) and w by block. samples: [2, s]."""
-
-    units: NDArray[np.float64]
-    first: NDArray[np.float64] | None
-    second: NDArray[np.float64] | None
-    codes: NDArray[np.float64] | None
-    top: list[tuple[float, int, float]]
-    samples: NDArray[np.float64]
-    bad: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Job:
-    sides: Sides
-    shape: tuple[int, ...]
-    block: int
-    unit: int
-    stride: int
-    counted: int  # every so manieth chunk's codes are counted
-
-    def values(self, chunk: tuple[int, int]) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
-        """Values and steps of every arm's rows. What is missing stands for its neighbour, its error being zero."""
-        sides, found, steps = self.sides, {}, {}
-        if sides.source is not None:
-            found["source"], steps["source"] = sides.source.rows(*chunk, None)
-        if sides.first is not None:
-            found["first"], steps["first"] = sides.first.rows(*chunk, found.get("source"))
-        if sides.second is not None:
-            found["second"], steps["second"] = sides.second.rows(*chunk, found.get("first", found.get("source")))
-        if sides.direct is not None:
-            found["direct"], steps["direct"] = sides.direct.rows(*chunk, found.get("source"))
-        return found, steps
-
-    def measure(self, index: int, chunk: tuple[int, int]) -> _Part:
-        found, steps = self.values(chunk)
-        sides = self.sides
-        w = found.get("source", found.get("first"))
-        assert w is not None  # _check: one of them is there
-        a = found.get("first", w)
-        b = found.get("second", a)
-        sums = cpu_errors.error_sums(w, a, b, found.get("direct"), unit=self.unit)
-        counts = np.full((len(sums), 1), self.unit, np.float64)
-        counts[-1] = w.numel() - self.unit * (len(sums) - 1)
-        first_step, second_step = steps.get("first"), steps.get("second")
-        first = second = codes = None
-        if sides.first is not None and first_step is not None and "source" in found:
-            first = part_sums(w, a, first_step, sides.first.block, sides.first.element)
-        if sides.second is not None and second_step is not None:
-            second = part_sums(a, b, second_step, sides.second.block, sides.second.element)
-            if sides.second.element == "e2m1" and "first" in found:
-                codes = np.zeros((cpu_errors.E2M1_CODES, 3))
-                if index % self.counted == 0:
-                    codes = cpu_errors.code_sums(a.float(), b, second_step, block=sides.second.block or w.shape[-1])
-        return _Part(
-            units=np.concatenate((sums, counts), axis=1),
-            first=first,
-            second=second,
-            codes=codes,
-            top=self._top_blocks(w, b),
-            samples=self._samples(chunk, w, a, b),
-            bad=_bad_arms(found, sums),
-        )
-
-    def _top_blocks(self, w: Tensor, b: Tensor) -> list[tuple[float, int, float]]:
-        """The blocks with the most error: its sum, the block's index in the chunk, the sum of squares of w in it."""
-        energies = cpu_errors.block_energies(w, b, block=self.block)
-        count = min(WORST_BLOCKS, len(energies))
-        with np.errstate(invalid="ignore"):
-            largest = np.argpartition(-energies, count - 1)[:count]
-        flat = w.reshape(-1)
-        signals = [float(flat[k * self.block : (k + 1) * self.block].double().square().sum()) for k in largest]
-        return [(float(energies[k]), int(k), s) for k, s in zip(largest, signals, strict=True)]
-
-    def _samples(self, chunk: tuple[int, int], w: Tensor, a: Tensor, b: Tensor) -> NDArray[np.float64]:
-        start = (-chunk[0] * self.shape[-1]) % self.stride
-        x, y, z = (t.reshape(-1)[start :: self.stride].double().numpy() for t in (w, a, b))
-        return np.stack((y - x, z - y))
+# ---- checks ----------------------------------------------------------------------------------------------------------
 
 
 def _check(sides: Sides, name: str) -> tuple[tuple[int, ...], int]:
@@ -258,23 +159,10 @@ def _check(sides: Sides, name: str) -> tuple[tuple[int, ...], int]:
     return shape, block
 
 
-def _every(chunks: int, elements: int) -> int:
-    return max(1, min(chunks, elements // max(CODE_ELEMENTS, CHUNK_ELEMENTS)))
-
-
-def _bad_arms(found: dict[str, Tensor], sums: NDArray[np.float64]) -> tuple[str, ...]:
-    """Arms with NaN or infinity. Only where the sums are not finite are the elements looked at."""
-    if np.isfinite(sums).all():
-        return ()
-    return tuple(arm for arm, values in found.items() if not bool(torch.isfinite(values).all()))
-
-
 # ---- from parts to figures -------------------------------------------------------------------------------------------
 
 
-def _constant(
-    job: _Job, chunks: list[tuple[int, int]], total: NDArray[np.float64], missing: Missing
-) -> dict[str, bool]:
+def _constant(job: Job, chunks: list[tuple[int, int]], total: NDArray[np.float64], missing: Missing) -> dict[str, bool]:
     """Which of w, a, e1, e2 are constant. The sums only rule it out; where they cannot, the elements decide."""
     at = dict(zip((*cpu_errors.SUMS, "n"), total, strict=True))
 
@@ -303,7 +191,7 @@ def _constant(
     return {side: suspected and low[side] == high[side] for side, suspected in suspects.items()}
 
 
-def _attributions(parts: list[_Part], elements: int, missing: Missing) -> dict[str, float]:
+def _attributions(parts: list[Part], elements: int, missing: Missing) -> dict[str, float]:
     """Mean squares by cause for both quantizations, and shares of elements; NaN where they cannot be told."""
     found: dict[str, float] = {}
     for arm in ("first", "second"):
@@ -321,7 +209,7 @@ def _attributions(parts: list[_Part], elements: int, missing: Missing) -> dict[s
 
 
 def _worst_blocks(
-    parts: list[_Part], chunks: list[tuple[int, int]], shape: tuple[int, ...], block: int, elements: int
+    parts: list[Part], chunks: list[tuple[int, int]], shape: tuple[int, ...], block: int, elements: int
 ) -> tuple[WorstBlock, ...]:
     k = shape[-1]
     total = sum(part.units[:, cpu_errors.SUMS.index("e_e")].sum() for part in parts)

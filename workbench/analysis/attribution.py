@@ -18,12 +18,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workbench.kernels import cpu_errors
-from workbench.kernels.elements import decode, encode, pack
+from workbench.kernels import cpu_errors, torch_errors
 
 from .sides import largest_code
 
@@ -40,30 +38,20 @@ class Attribution(NamedTuple):
     underflowed: float
 
 
-def part_sums(x: Tensor, x_hat: Tensor, steps: Tensor, block: int, element: str) -> NDArray[np.float64]:
-    """`cpu_errors.PARTS` of some rows, any float element. x, x_hat: `[R, K]`; steps: a block's each, flat."""
-    columns = block or x.shape[-1]
-    if element == "e2m1":
-        return cpu_errors.attribute(x.float(), x_hat, steps, block=columns, largest=largest_code(element))
-    largest = largest_code(element)
-    blocks, hats = x.float().reshape(-1, columns), x_hat.float().reshape(-1, columns)
-    amax = blocks.abs().amax(-1, keepdim=True)
-    exact = torch.where(amax == 0, torch.ones_like(amax), amax / largest)
-    codes = encode((blocks / exact).reshape(x.shape), element)
-    ideal = decode(pack(codes, element), element).reshape(blocks.shape) * exact
-    beyond = blocks.abs().double() > largest * steps.double().reshape(-1, 1)
-    lost = (hats == 0) & (blocks != 0) & ~beyond
-    squares = (hats.double() - blocks.double()).square()
-    kept = ~(beyond | lost)
-    sums = (
-        squares[beyond].sum(),
-        squares[lost].sum(),
-        (ideal.double() - blocks.double())[kept].square().sum(),
-        squares.sum(),
-        beyond.sum(),
-        lost.sum(),
+def part_sums(
+    x: Tensor, x_hat: Tensor, steps: Tensor, block: int, element: str, loops: bool, piece: int = torch_errors.PIECE
+) -> NDArray[np.float64]:
+    """`cpu_errors.PARTS` of some rows, any float element. x, x_hat: `[R, K]`; steps: a block's each, flat. loops: by
+    the compiled ones where they have the element; piece: values at once otherwise."""
+    columns, largest = block or x.shape[-1], largest_code(element)
+    if loops and element == "e2m1":
+        return cpu_errors.attribute(x.float(), x_hat, steps, block=columns, largest=largest)
+    found: NDArray[np.float64] = (
+        torch_errors.attribute(x, x_hat, steps, block=columns, element=element, largest=largest, piece=piece)
+        .cpu()
+        .numpy()
     )
-    return np.array([float(value) for value in sums])
+    return found
 
 
 def attribution_of(parts: NDArray[np.float64]) -> Attribution:

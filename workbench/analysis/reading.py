@@ -9,6 +9,7 @@ measuring keep the others busy and a read waits for the disk.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -16,6 +17,7 @@ from typing import TypeVar
 from workbench.errors import WorkbenchError
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 def read_ahead(names: Iterable[str], read: Callable[[str], T]) -> Iterator[tuple[str, T | WorkbenchError]]:
@@ -31,6 +33,24 @@ def read_ahead(names: Iterable[str], read: Callable[[str], T]) -> Iterator[tuple
                 waiting = following
             if waiting is not None:
                 yield waiting[0], waiting[1].result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def work_ahead(items: Iterable[T], work: Callable[[T], U], workers: int) -> Iterator[U]:
+    """work(item) in order, `workers` of them at once in threads; with one, in this thread, when it is asked for."""
+    if workers == 1:
+        yield from map(work, items)
+        return
+    with ThreadPoolExecutor(workers, thread_name_prefix="workbench-work") as pool:
+        waiting: deque[Future[U]] = deque()
+        try:
+            for item in items:
+                waiting.append(pool.submit(work, item))
+                if len(waiting) == workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,10 +24,12 @@ from workbench.errors import FormatError
 from workbench.formats import QuantizedTensor, get_format, quantize
 from workbench.kernels.cpu_errors import scale_values
 from workbench.kernels.elements import ELEMENTS
-from workbench.kernels.tables import ScaleRule
+from workbench.kernels.tables import MXFP4_RULES, ScaleRule
 
 CHUNK_ELEMENTS = 1 << 17  # values in flight for each arm of a thread: 512 KiB, within the second-level cache
+DEVICE_CHUNK_ELEMENTS = 1 << 24  # on a GPU, where a launch costs more than a cache gains: 64 MiB an arm
 
+_KERNELS = {"nvfp4": (ScaleRule.AMAX,), "mxfp4": MXFP4_RULES}  # rules whose kernels round on a GPU, to equal bits
 _BY_ROWS = {"nvfp4": (ScaleRule.AMAX, ScaleRule.FOUR_OVER_SIX, ScaleRule.MSE, ScaleRule.MODELOPT)}
 
 
@@ -48,6 +50,8 @@ class Side(Protocol):
     def row_multiple(self) -> int: ...
     @property
     def shape(self) -> tuple[int, ...]: ...
+    @property
+    def device(self) -> torch.device: ...
 
     def rows(self, start: int, stop: int, base: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Values `[stop - start, K]` and, with an `element`, what one unit of each block decodes to (float32, flat).
@@ -69,6 +73,10 @@ class DenseSide:
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.values.shape)
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
 
     def rows(self, start: int, stop: int, base: Tensor | None) -> tuple[Tensor, Tensor | None]:
         part = self.values.reshape(-1, self.values.shape[-1])[start:stop]
@@ -103,6 +111,10 @@ class StoredSide:
     def shape(self) -> tuple[int, ...]:
         return self.tensor.shape
 
+    @property
+    def device(self) -> torch.device:
+        return self.tensor.codes.device
+
     def rows(self, start: int, stop: int, base: Tensor | None) -> tuple[Tensor, Tensor | None]:
         part = _slice_rows(self.tensor, start, stop)
         values = part.effective().reshape(-1, self.tensor.shape[-1])
@@ -110,7 +122,11 @@ class StoredSide:
 
 
 class RoundedSide:
-    """`of`, rounded to a format under a rule, as the requant backend does it. Raises FormatError as `quantize` does."""
+    """`of`, rounded to a format under a rule, as the requant backend does it. Raises FormatError as `quantize` does.
+
+    On a GPU the kernels round there, which give the reference's bits; a rule that only plain torch has is rounded on
+    the CPU, because CUDA's arithmetic need not be the CPU's (a quotient by a number is a product by its reciprocal).
+    """
 
     def __init__(self, of: Side, format: str, rule: str | None, name: str) -> None:
         if 0 in of.shape:
@@ -118,15 +134,16 @@ class RoundedSide:
         spec = get_format(format)
         self.format, self._of, self._spec = format, of, spec
         self._rule, self._block = spec.rule(rule), spec.resolve_block(None)
-        self.shape = of.shape
+        self.shape, self.device = of.shape, of.device
+        self._rounds_on = of.device if self._rule in _KERNELS.get(format, ()) else torch.device("cpu")
         self._stored: StoredSide | None = None
         self._global: Tensor | None = None
         if not self._by_rows():
-            whole = torch.cat(list(each_chunk(of))).reshape(self.shape)
-            self._stored = StoredSide(quantize(whole, format, rule, name=name))
+            whole = torch.cat([part.cpu() for part in each_chunk(of)]).reshape(self.shape)
+            self._stored = StoredSide(on_device(quantize(whole, format, rule, name=name), of.device))
         elif spec.shared_scale is not None:
             amax = torch.stack([part.abs().amax() for part in each_chunk(of)]).amax().float()
-            self._global = spec.shared_scale(self._rule, amax)
+            self._global = spec.shared_scale(self._rule, amax.cpu()).to(self._rounds_on)
         rows, columns = self._block
         if self._stored is None and columns and self.shape[-1] % columns:
             raise FormatError(
@@ -142,7 +159,7 @@ class RoundedSide:
             return self._stored.rows(start, stop, None)
         if base is None:
             base = self._of.rows(start, stop, None)[0]
-        parts = self._spec.quantize(base, self._rule, self._block, self._global)
+        parts = self._spec.quantize(base.to(self._rounds_on), self._rule, self._block, self._global)
         rounded = QuantizedTensor(
             format=self.format,
             codes=parts.codes,
@@ -151,6 +168,7 @@ class RoundedSide:
             shape=tuple(base.shape),
             block=self._block if self._spec.block < 0 or self._spec.rows < 0 else None,
         )
+        rounded = on_device(rounded, self.device)
         return rounded.dequantize(), steps_of(rounded) if self.element else None
 
     def _by_rows(self) -> bool:
@@ -167,9 +185,23 @@ def side_of(tensor: QuantizedTensor | Tensor) -> Side:
     return StoredSide(tensor) if isinstance(tensor, QuantizedTensor) else DenseSide(tensor)
 
 
+def on_device(tensor: QuantizedTensor, device: torch.device) -> QuantizedTensor:
+    """The tensor with what its values need on `device`; itself where it lies there."""
+    return tensor if tensor.codes.device == device else with_parts(tensor, lambda part: part.to(device))
+
+
+def with_parts(tensor: QuantizedTensor, move: Callable[[Tensor], Tensor]) -> QuantizedTensor:
+    """The tensor with each tensor that its values need through `move`."""
+    fields = ("codes", "block_scales", "global_scale", "zero_points", "group_index", "pre_quant_scale")
+    parts = ((field, getattr(tensor, field)) for field in fields)
+    moved: dict[str, Any] = {field: move(part) for field, part in parts if part is not None}
+    return dataclasses.replace(tensor, **moved)
+
+
 def each_chunk(side: Side) -> Iterator[Tensor]:
     """All values of a side, some rows at a time."""
-    for start, stop in chunk_rows(side.shape, side.row_multiple):
+    elements = CHUNK_ELEMENTS if side.device.type == "cpu" else DEVICE_CHUNK_ELEMENTS
+    for start, stop in chunk_rows(side.shape, side.row_multiple, elements):
         yield side.rows(start, stop, None)[0]
 
 

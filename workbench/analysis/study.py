@@ -18,6 +18,7 @@ from workbench.formats.activations import read_activations
 from workbench.records import write_json
 
 from .bootstrap import RESAMPLES
+from .device import Device
 from .faults import Fault
 from .fetch import fetch_notes
 from .fused import fused_view
@@ -67,14 +68,16 @@ def analyze_pairs(
     seed: int = 0,
     progress: Progress | None = None,
     say: Callable[[str], object] | None = None,
+    device: Device | None = None,
 ) -> AnalysisSummary:
     """Analyze every pair's weights and every named arm's matrix products; write tensors, gemm, pooled and
     fused.parquet and analysis.json into `out`.
 
     activations: captured layer inputs; None: N(0, 1) rows, and the table says so. sample: about so many matrices, of
-    weights and of products. say: told what will be fetched from the Hub, before it is. Raises ConfigError for an arm
-    that does not exist or cannot be second and for bootstrap < 1, CheckpointError for an activations file that cannot
-    be read (before anything is measured) and naming the tensor where arms do not fit, OutputError.
+    weights and of products. device: of the weights' pass (None: the processor); products stay on the processor.
+    say: told what will be fetched from the Hub, before it is. Raises ConfigError for an arm that does not exist or
+    cannot be second and for bootstrap < 1, CheckpointError for an activations file that cannot be read (before anything
+    is measured) and naming the tensor where arms do not fit, OutputError.
     """
     check_resamples(bootstrap)
     if activations is not None:
@@ -96,6 +99,7 @@ def analyze_pairs(
             seed=seed,
             sample=sample,
             progress=progress,
+            device=device,
         ),
     )
     gemm = _table(
@@ -133,17 +137,19 @@ def analyze_checkpoints(
     sample: int | None = None,
     progress: Progress | None = None,
     read_bytes: Callable[[int], None] | None = None,
+    device: Device | None = None,
 ) -> AnalysisSummary:
     """One pair on plain paths: tensors.parquet, pooled.parquet, fused.parquet, analysis.json, and with `arms` (and a
     source) gemm.parquet. What cannot be analyzed is named in the summary's `faults`; the rest is.
 
+    device: of the weights' pass (None: the processor); products stay on the processor.
     The same call continues a killed one and ends in the same bytes. Raises ConfigError when `out` holds an analysis of
     other inputs, and what `analyze_weights` raises.
     """
     check_resamples(bootstrap)
     path = out / "tensors.parquet"
     if path.is_file():
-        _check_same(path, inputs_of(source, [pair], seed, select, sample))
+        _check_same(path, inputs_of(source, [pair], seed, select, sample, device))
     products = out / "gemm.parquet"
     if products.is_file() and source is not None:
         _check_same(products, products_key(source, arms, activations, resamples=bootstrap, seed=seed, moments=moments))
@@ -160,6 +166,7 @@ def analyze_checkpoints(
             faults=faults,
             progress=progress,
             read_bytes=read_bytes,
+            device=device,
         ),
     )
     gemm = None

@@ -33,11 +33,12 @@ from workbench.records import SCHEMA_VERSION, TensorRecord, write_bytes
 
 from .algebra import Measured, Sides, measure_sides
 from .choice import Chosen, choose_matrices
+from .device import Device
 from .faults import Fault, raise_first
 from .histograms import extra_of, pool_codes, pool_density
 from .inputs import OpenCheckpoints, Progress, shown
 from .journal import Journal
-from .reading import read_ahead
+from .reading import read_ahead, work_ahead
 from .sides import RoundedSide, Side, side_of
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ def analyze_weights(
     faults: list[Fault] | None = None,
     progress: Progress | None = None,
     read_bytes: Callable[[int], None] | None = None,
+    device: Device | None = None,
 ) -> pd.DataFrame:
     """Measure every quantized matrix under every pair; columns are TensorRecord's, rows in the source's layer order.
 
@@ -91,6 +93,9 @@ def analyze_weights(
     first_arm, second_arm, second_rule). `journal`: file of finished matrices; a second call with equal inputs continues
     it, and returns the same table as an uninterrupted call. select: a glob over names. sample: about so many matrices,
     stratified (`choice.py`). read_bytes: told the stored bytes of each matrix that was read.
+    device: where values are made and summed (None: the processor, all its threads). A GPU's figures are the processor's
+    up to the order of float64 sums (`measure_sides`); a journal is continued on the kind of device that began it, else
+    begun anew.
     faults: a list that takes what could not be analyzed, while the rest goes on; None: the first one raises.
     The frame's `attrs`: "inputs", all that it depends on; "faults"; "error_density", per pair's key, counts over
     (e1/rms, e2/rms) pooled over matrices; "codes", per pair's key and projection, a row for each code of the second
@@ -108,7 +113,8 @@ def analyze_weights(
         )
         if faults is None:
             raise_first(chosen.faults)
-        key = _journal_key(source_arm if source is not None else "", pairs, checkpoints, seed)
+        device = device or Device()
+        key = _journal_key(source_arm if source is not None else "", pairs, checkpoints, seed, device)
         log = stack.enter_context(Journal.open(journal, key))
         pass_ = _Pass(
             source_arm if source is not None else "",
@@ -117,17 +123,20 @@ def analyze_weights(
             pairs,
             chosen,
             checkpoints,
+            device,
         )
         todo = [name for name in chosen.names if name not in log]
-        stream = iter(read_ahead(todo, pass_.read))
-        with ThreadPoolExecutor(torch.get_num_threads(), initializer=_alone) as pool:
+        with ThreadPoolExecutor(torch.get_num_threads(), initializer=_alone) as threads:
+            pool = threads if device.loops else None
+            read = read_ahead(todo, lambda name: device.stage(pass_.read(name)))
+            done = work_ahead(read, lambda item: (_nbytes(item[1]), *pass_.measure(*item, pool)), device.workers)
             for name in shown(chosen.names, "weights", progress):
                 if name in log:
                     continue
-                _, arms = next(stream)
-                if read_bytes is not None and not isinstance(arms, WorkbenchError):
-                    read_bytes(sum(tensor.nbytes for tensor in arms.values()))
-                log.add(name, *pass_.measure(name, arms, pool))
+                nbytes, rows, extra = next(done)
+                if read_bytes is not None and nbytes:
+                    read_bytes(nbytes)
+                log.add(name, rows, extra)
                 if faults is None:
                     raise_first(_faults_of(log, name))
         frame = _table(log, chosen)
@@ -147,6 +156,7 @@ def inputs_of(
     seed: int,
     select: str | None,
     sample: int | None,
+    device: Device | None = None,
 ) -> dict[str, Any]:
     """What `attrs["inputs"]` of the table is for these arguments (source_arm "source"); reads headers only."""
     with ExitStack() as stack:
@@ -154,7 +164,7 @@ def inputs_of(
         for path in (source, *(path for pair in pairs for path in _paths(pair).values())):
             if path is not None:
                 checkpoints.open(path)
-        key = _journal_key("source" if source is not None else "", pairs, checkpoints, seed)
+        key = _journal_key("source" if source is not None else "", pairs, checkpoints, seed, device or Device())
         return key | {"select": select, "sample": sample}
 
 
@@ -186,6 +196,7 @@ class _Pass:
     pairs: Sequence[ArmPair]
     chosen: Chosen
     checkpoints: OpenCheckpoints
+    device: Device
 
     def read(self, name: str) -> Arms:
         """Every stored arm of one matrix, packed as it lies on disk."""
@@ -197,7 +208,7 @@ class _Pass:
         return arms
 
     def measure(
-        self, name: str, arms: Arms | WorkbenchError, pool: ThreadPoolExecutor
+        self, name: str, arms: Arms | WorkbenchError, pool: ThreadPoolExecutor | None
     ) -> tuple[list[list[Any]], dict[str, Any]]:
         """Rows of one matrix, a row per pair, and what is pooled over matrices."""
         if isinstance(arms, WorkbenchError):
@@ -220,11 +231,17 @@ class _Pass:
         return [pair for pair in self.pairs if name in self.chosen.by_pair[pair.key]]
 
     def _measure_pair(
-        self, name: str, pair: ArmPair, arms: Arms, pool: ThreadPoolExecutor
+        self, name: str, pair: ArmPair, arms: Arms, pool: ThreadPoolExecutor | None
     ) -> tuple[list[Any] | None, dict[str, Any], list[dict[str, str]]]:
         stored = {arm: arms.get(str(path)) for arm, path in _paths(pair).items() if path is not None}
-        sides = _sides(name, pair, arms.get(""), stored)
-        measured = measure_sides(sides, name=name, pool=pool)
+
+        def measure(elements: int) -> tuple[Sides, Measured]:
+            placed = self.device.place(arms)
+            stored = {arm: placed.get(str(path)) for arm, path in _paths(pair).items() if path is not None}
+            sides = _sides(name, pair, placed.get(""), stored)
+            return sides, measure_sides(sides, name=name, pool=pool, elements=elements)
+
+        sides, measured = self.device.with_less(measure, name)
         if measured.nonfinite:
             arm = measured.nonfinite[0]
             return None, {}, [_fault(name, "non-finite", f"holds NaN or infinity in the {arm} arm", arm)]
@@ -258,6 +275,10 @@ class _Pass:
             extra_of(measured.density, measured.codes, measured.figures["power_e2"]),
             _doubts(name, measured),
         )
+
+
+def _nbytes(arms: Arms | WorkbenchError) -> int:
+    return 0 if isinstance(arms, WorkbenchError) else sum(tensor.nbytes for tensor in arms.values())
 
 
 def _sides(
@@ -348,8 +369,10 @@ def _check_pairs(pairs: Sequence[ArmPair], source: str | Path | None) -> None:
         raise ConfigError("neither a source nor a first checkpoint", fix="give at least one of them")
 
 
-def _journal_key(source_arm: str, pairs: Sequence[ArmPair], checkpoints: OpenCheckpoints, seed: int) -> dict[str, Any]:
-    return {
+def _journal_key(
+    source_arm: str, pairs: Sequence[ArmPair], checkpoints: OpenCheckpoints, seed: int, device: Device
+) -> dict[str, Any]:
+    return device.key | {
         "schema_version": SCHEMA_VERSION,
         "columns": [f.name for f in dataclasses.fields(TensorRecord)],
         "source_arm": source_arm,

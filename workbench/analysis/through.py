@@ -29,6 +29,7 @@ from workbench.errors import CheckpointError, ConfigError
 from workbench.formats import get_format, global_scale, quantize
 
 from .choice import stored_bits
+from .device import check_device
 
 Module = torch.nn.Module
 BATCH_TOKENS, GPU_BATCH_TOKENS = 512, 4096
@@ -227,8 +228,7 @@ def load_network(source: str | Path, *, device: str = "cpu", tokens: int = 0) ->
     from workbench.checkpoints import open_checkpoint
     from workbench.checkpoints.selection import linear_weights
 
-    if device != "cpu" and not torch.cuda.is_available():
-        raise ConfigError(f"device {device!r}: PyTorch sees no GPU here", fix="use --device cpu")
+    check_device(device)
     with open_checkpoint(source) as checkpoint:
         entries = checkpoint.entries()
         _check_memory(source, checkpoint.config, sum(_count(e.shape) for e in entries), device, tokens)

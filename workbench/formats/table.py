@@ -129,6 +129,10 @@ def _fastest(x: Tensor) -> Any:
     return cpu if x.device.type == "cpu" else triton_dispatch
 
 
+def _decoder(codes: Tensor) -> Any:
+    return triton_dispatch if codes.device.type == "cuda" else reference
+
+
 def _required(global_scale: Tensor | None) -> Tensor:
     if global_scale is None:
         raise FormatError("a quantized tensor without its global scale", fix="give the decode multiplier (float32)")
@@ -145,7 +149,7 @@ def _nvfp4_quantize(w: Tensor, rule: ScaleRule, block: Block, global_scale: Tens
 
 
 def _nvfp4_dequantize(codes: Tensor, scales: Tensor, global_scale: Tensor | None) -> Tensor:
-    return reference.nvfp4_dequantize(codes, scales, _required(global_scale))
+    return _decoder(codes).nvfp4_dequantize(codes, scales, _required(global_scale))
 
 
 def _nvfp4_dequantize_cpu(codes: Tensor, scales: Tensor, global_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -258,7 +262,7 @@ FORMATS: dict[str, Format] = {
             bits=4.25,
             rules=(*_MX_RULES, _MODELOPT, _CT, ScaleRule.QUARK, _TORCHAO),
             quantize=_mxfp4_quantize,
-            dequantize=lambda codes, scales, g: reference.mxfp4_dequantize(codes, scales),
+            dequantize=lambda codes, scales, g: _decoder(codes).mxfp4_dequantize(codes, scales),
             dequantize_cpu=lambda codes, scales, g, dtype: cpu.mxfp4_dequantize(codes, scales, dtype),
             qdq_activation=_mxfp4_qdq_activation,
         ),

@@ -233,7 +233,10 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What was run, on what: manifest.json."""
+    """What was run, on what: manifest.json.
+
+    device: of the weights' pass (cpu, cuda, cuda:1). device_peak_bytes: the most GPU memory it took; 0 on a CPU.
+    """
 
     experiment: str
     started: str
@@ -250,3 +253,5 @@ class Manifest:
     checkpoints: dict[str, dict[str, str]]
     seeds: dict[str, int]
     stage_seconds: dict[str, float] = field(default_factory=dict)
+    device: str = "cpu"
+    device_peak_bytes: int = 0
