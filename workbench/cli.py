@@ -227,9 +227,7 @@ def _parser() -> argparse.ArgumentParser:
     analyze.add_argument(
         "--bootstrap", type=_whole(1, MOST), default=1000, help="resamples of matrix products' intervals"
     )
-    analyze.add_argument(
-        "--device", type=_text, default="cpu", help="of the weights: cpu, cuda or cuda:1 for one GPU"
-    )
+    analyze.add_argument("--device", type=_text, default="cpu", help="cpu, or cuda (cuda:1) for one GPU: the weights")
     analyze.add_argument("--seed", type=_whole(0, MOST), default=0)
     analyze.add_argument("--out", type=_path, required=True, metavar="FOLDER")
 
