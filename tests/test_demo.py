@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +16,9 @@ import pytest
 
 from tests import broken
 from tests.test_bad_input import left_over
+from tests.test_bad_input import run as run_here
 from workbench import records
+from workbench.composition import compose, resolved_yaml
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -117,24 +119,54 @@ def test_the_weights_error_of_the_shipped_model_is_in_its_bands(finished: Path) 
     assert len(gemm) == 192 * 2 * 3
 
 
+def begun(finished: Path, folder: Path, *overrides: str, answered: tuple[str, ...] = ()) -> Path:
+    """A run in `folder`, to be resumed with `overrides`, that has of the finished run the checkpoints, the layer inputs
+    and all about the servers and the answers of some arms."""
+    source, target = only_run(finished), folder / "reports" / "kimi_requant" / "begun"
+    shutil.copytree(finished / "reports" / "checkpoints", folder / "reports" / "checkpoints")
+    (target / "server").mkdir(parents=True)
+    shutil.copy(source / "activations.safetensors", target)
+    for arm in answered:
+        shutil.copytree(source / "eval" / arm, target / "eval" / arm)
+        for file in (source / "server").glob(f"{arm}.*"):
+            shutil.copy(file, target / "server")
+    (target / "config.yaml").write_text(resolved_yaml(compose([*SMALL, *overrides])))
+    return target
+
+
+def damaged(finished: Path, folder: Path, damage: broken.Edit) -> str:
+    """The override that gives a damaged copy of the finished run's NVFP4 checkpoint, made in `folder`."""
+    made = next((finished / "reports" / "checkpoints").glob("mini-kimi-nvfp4-*"))
+    copy = broken.edit_tensors(broken.copy_of(made, folder / "broken"), damage)
+    return f"model.checkpoints.nvfp4.path={copy}"
+
+
 def test_a_killed_run_leaves_no_server_and_continues_to_the_same_files(finished: Path, tmp_path: Path) -> None:
-    process = subprocess.Popen(command(), cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    for line in process.stdout:  # kill it while the second arm is being evaluated
-        if "nvfp4: starting its endpoint" in line:
-            break
-    time.sleep(12)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
+    arm = "nvfp4_to_mxfp4"
+    path = begun(finished, tmp_path, answered=("source", "nvfp4"))
+    (path / "activations.safetensors").unlink()  # captured and measured anew, by the process that is killed
+    with (tmp_path / "output").open("w") as output:
+        process = subprocess.Popen(command("resume=latest"), cwd=tmp_path, stdout=output, stderr=subprocess.STDOUT)
+        while process.poll() is None and answered(path / "eval" / arm) == 0:
+            time.sleep(0.1)
+        process.kill()  # while the last arm is being evaluated
+        process.wait()
+    assert process.returncode == -signal.SIGKILL, (tmp_path / "output").read_text()
     deadline = time.monotonic() + 30
     while left_over(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.5)
     assert not left_over(tmp_path)
+    assert not (path / "eval" / arm / "scores.json").exists()
     done = run(tmp_path, "resume=latest")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "source: evaluated before" in done.stdout
+    assert f"{arm}: evaluated before" not in done.stdout
     assert_same_results(only_run(finished), only_run(tmp_path))
+
+
+def answered(folder: Path) -> int:
+    """Answers that an evaluation has written down; a file's first line says who was asked."""
+    return sum(len(file.read_text().splitlines()[1:]) for file in folder.rglob("requests_*.jsonl"))
 
 
 def assert_same_results(left: Path, right: Path) -> None:
@@ -171,21 +203,21 @@ def answers(folder: Path) -> list[tuple[Any, ...]]:
 def test_an_arm_broken_on_purpose_is_not_passed_and_named(
     damage: broken.Edit, says: str, finished: Path, tmp_path: Path
 ) -> None:
-    made = next((finished / "reports" / "checkpoints").glob("mini-kimi-nvfp4-*"))
-    folder = broken.edit_tensors(broken.copy_of(made, tmp_path / "broken"), damage)
-    stages = "stages=[prepare,lint,analyze,gate,report]"
-    done = run(tmp_path, f"model.checkpoints.nvfp4.path={folder}", stages, "analysis.capture=false")
+    overrides = [damaged(finished, tmp_path, damage), "stages=[prepare,lint,analyze,gate,report]"]
+    begun(finished, tmp_path, *overrides)
+    done = run_here(tmp_path, *SMALL[1:], *overrides, "resume=latest")
     assert done.returncode in (1, 2), done.stdout + done.stderr
     assert says in done.stdout
     assert "cause: quantization, caught by " in done.stdout
 
 
 def test_the_policy_that_passes_the_model_fails_an_arm_with_swapped_nibbles(finished: Path, tmp_path: Path) -> None:
-    made = next((finished / "reports" / "checkpoints").glob("mini-kimi-nvfp4-*"))
-    folder = broken.edit_tensors(broken.copy_of(made, tmp_path / "broken"), broken.swap_nibbles)
-    done = run(tmp_path, f"model.checkpoints.nvfp4.path={folder}", "analysis.capture=false")
+    override = damaged(finished, tmp_path, broken.swap_nibbles)
+    path = begun(finished, tmp_path, override, answered=("source", "nvfp4_to_mxfp4"))
+    done = run(tmp_path, override, "resume=latest")
     assert done.returncode == 1, done.stdout + done.stderr
-    verdict = records.read_json(records.Verdict, only_run(tmp_path) / "verdict.json")
-    failed = {check.name for check in verdict.checks if check.status == "fail"}
-    assert any("sqnr" in name for name in failed)
-    assert any("gsm8k_mini" in name for name in failed)  # the answers alone fail it as well
+    verdict = records.read_json(records.Verdict, path / "verdict.json")
+    failed = {(check.arm, check.name) for check in verdict.checks if check.status == "fail"}
+    assert any("sqnr" in name for _, name in failed)
+    # The answers alone fail it as well, and of the arms' answers its alone.
+    assert {arm for arm, name in failed if "gsm8k_mini" in name} == {"nvfp4"}
