@@ -117,6 +117,7 @@ def _arguments(job: dict[str, Any]) -> dict[str, Any]:
         "max_num_batched_tokens": 2048,
         "max_num_seqs": max([8, *job["batches"]]),
         "kv_cache_memory_bytes": job["kv_bytes"],
+        "gpu_memory_utilization": 0.5,  # is refused where less is free, though the line above decides
         **graphs,
         **ours,
     }
