@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .blocks import BLOCK_DIMS, join_blocks, per_element, split_blocks, spread
 from .elements import ELEMENTS, Element, decode, encode, pack
-from .reference import e8m0_values, mx_exponents
+from .reference import e8m0_values, mx_exponents, exact_quotient
 from .tables import E8M0_BIAS, E8M0_NAN, MXFP4_BLOCK, ScaleRule, Ties, Zeros
 
 _BLOCK = (1, MXFP4_BLOCK)
@@ -110,8 +110,8 @@ def _even_as_e2m1(amax: Tensor, element: Element) -> tuple[Tensor, ...]:
 def _rceil_by_log2(amax: Tensor, element: Element) -> tuple[Tensor, ...]:
     """ceil(log2(amax / max)) with the logarithm rounded to float32, as ModelOpt and torchao do: a maximum a few units
     in the last place above max * 2**k still gets k."""
-    quotient = (amax / element.max).clamp(min=2.0**-E8M0_BIAS)
-    return (torch.log2(quotient.double()).float().ceil().nan_to_num(posinf=E8M0_BIAS).int(),)
+    ratio = exact_quotient(amax, element.max).clamp(min=2.0**-E8M0_BIAS)
+    return (torch.log2(ratio.double()).float().ceil().nan_to_num(posinf=E8M0_BIAS).int(),)
 
 
 def _floor_by_log2(amax: Tensor, element: Element) -> tuple[Tensor, ...]:

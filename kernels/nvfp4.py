@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .blocks import narrow
 from .elements import encode
-from .reference import e2m1_values, e4m3_round, nvfp4_block_scales, nvfp4_global_scale, pack_fp4
+from .reference import e2m1_values, e4m3_round, nvfp4_block_scales, nvfp4_global_scale, pack_fp4, exact_quotient
 from .tables import (
     E2M1_MAX,
     E4M3_MAX,
@@ -125,7 +125,7 @@ def _llm_compressor_global(amax: Tensor) -> Tensor:
 
 
 def _quark_global(amax: Tensor) -> Tensor:
-    scale = amax.float() / (E2M1_MAX * E4M3_MAX)
+    scale = exact_quotient(amax.float(), E2M1_MAX * E4M3_MAX)
     return torch.where(scale == 0, _EPS, scale)
 
 
@@ -155,7 +155,7 @@ def _every_scale(amax: Tensor, g: Tensor) -> list[Tensor]:
 
 def _llm_compressor(amax: Tensor, g: Tensor) -> list[Tensor]:
     """amax / 6 in the checkpoint's dtype, times the divisor; 0 becomes 0.125."""
-    scale = e4m3_round((amax / E2M1_MAX).float() * _divisor(g)).float()
+    scale = e4m3_round(exact_quotient(amax, E2M1_MAX).float() * _divisor(g)).float()
     return [torch.where(scale == 0, 0.125, scale)]
 
 
@@ -167,13 +167,13 @@ def _quark(amax: Tensor, g: Tensor) -> list[Tensor]:
 
 def _quark_f2f(amax: Tensor, g: Tensor) -> list[Tensor]:
     """Two divisions, and a zero block's amax / 6 becomes float32's epsilon."""
-    scale = amax / E2M1_MAX
+    scale = exact_quotient(amax, E2M1_MAX)
     return [e4m3_round(torch.where(scale == 0, _EPS, scale) / g).float()]
 
 
 def _torchao(amax: Tensor, g: Tensor) -> list[Tensor]:
     """Two divisions; nothing below E4M3's smallest normal."""
-    return [e4m3_round((amax / E2M1_MAX / g).clamp(min=E4M3_MIN_NORMAL)).float()]
+    return [e4m3_round((exact_quotient(amax, E2M1_MAX) / g).clamp(min=E4M3_MIN_NORMAL)).float()]
 
 
 # ---- elements in units of their step ---------------------------------------------------------------------------------

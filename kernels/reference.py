@@ -119,6 +119,11 @@ def mxfp4_scale_bytes(amax: Tensor, rule: ScaleRule | str) -> Tensor:
 # ---- NVFP4 -----------------------------------------------------------------------------------------------------------
 
 
+def exact_quotient(x: Tensor, number: float) -> Tensor:
+    """x / number in x's dtype, rounded once on every device: CUDA makes `x / number` x * (1 / number)."""
+    return x / torch.full((), number, dtype=x.dtype, device=x.device)
+
+
 def nvfp4_global_scale(amax: Tensor, divisor: float = E2M1_MAX * E4M3_MAX) -> Tensor:
     """Decode multiplier of a tensor with largest magnitude `amax`: amax / divisor, float32; 1.0 for an all-zero one.
 
@@ -126,7 +131,7 @@ def nvfp4_global_scale(amax: Tensor, divisor: float = E2M1_MAX * E4M3_MAX) -> Te
     same reason it is at least 2**-118: below, 1 / global / block scale leaves float32 (amax < 9e-33 only).
     """
     amax = amax.float()
-    scale = (amax / divisor).clamp(min=NVFP4_MIN_GLOBAL)
+    scale = exact_quotient(amax, divisor).clamp(min=NVFP4_MIN_GLOBAL)
     return torch.where(amax == 0, torch.ones_like(amax), scale)
 
 

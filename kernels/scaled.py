@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .blocks import BLOCK_DIMS, join_blocks, narrow, per_element, split_blocks
 from .elements import ELEMENTS, decode, encode, pack
-from .reference import e8m0_values, mx_exponents
+from .reference import e8m0_values, mx_exponents, exact_quotient
 from .tables import E8M0_BIAS, ScaleRule
 
 _EPS = torch.finfo(torch.float32).eps
@@ -91,7 +91,7 @@ def only_scale(amax: Tensor, element: str, rule: ScaleRule | str) -> Tensor:
 
 def fp8_global_scale(amax: Tensor) -> Tensor:
     """amax / 448, float32: the FP8 step's scale; float32's epsilon for zero, as AMD Quark has it."""
-    scale = amax.float() / ELEMENTS["e4m3"].max
+    scale = exact_quotient(amax.float(), ELEMENTS["e4m3"].max)
     return torch.where(scale == 0, _EPS, scale)
 
 
@@ -141,11 +141,11 @@ def _scales(blocks: Tensor, element: str, rule: ScaledRule) -> tuple[Tensor, Ten
     zero = torch.finfo(blocks.dtype).eps if rule.zero is None else rule.zero
     if integer and rule.asymmetric:
         low, high = blocks.amin(BLOCK_DIMS).clamp(max=0), blocks.amax(BLOCK_DIMS).clamp(min=0)
-        scales = (high - low) / (2 * spec.max - 1)
+        scales = exact_quotient(high - low, 2 * spec.max - 1)
         zero_points = (-spec.max - low / scales).clamp(-spec.max, spec.max - 1).nan_to_num(0.0).round().float()
     else:
         divisor = spec.max - (0.5 if rule.half_range else 1.0) if integer else spec.max
-        scales, zero_points = amax / divisor, None
+        scales, zero_points = exact_quotient(amax, divisor), None
     scales = torch.where(scales == 0, zero, scales)
     return scales.float().clamp(min=rule.minimum if integer else 0.0), zero_points
 
