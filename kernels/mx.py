@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .blocks import BLOCK_DIMS, join_blocks, per_element, split_blocks, spread
 from .elements import ELEMENTS, Element, decode, encode, pack
-from .reference import e8m0_values, mx_exponents, exact_quotient
+from .reference import e8m0_values, exact_quotient, mx_exponents
 from .tables import E8M0_BIAS, E8M0_NAN, MXFP4_BLOCK, ScaleRule, Ties, Zeros
 
 _BLOCK = (1, MXFP4_BLOCK)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .blocks import narrow
 from .elements import encode
-from .reference import e2m1_values, e4m3_round, nvfp4_block_scales, nvfp4_global_scale, pack_fp4, exact_quotient
+from .reference import e2m1_values, e4m3_round, exact_quotient, nvfp4_block_scales, nvfp4_global_scale, pack_fp4
 from .tables import (
     E2M1_MAX,
     E4M3_MAX,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .blocks import BLOCK_DIMS, join_blocks, narrow, per_element, split_blocks
 from .elements import ELEMENTS, decode, encode, pack
-from .reference import e8m0_values, mx_exponents, exact_quotient
+from .reference import e8m0_values, exact_quotient, mx_exponents
 from .tables import E8M0_BIAS, ScaleRule
 
 _EPS = torch.finfo(torch.float32).eps
