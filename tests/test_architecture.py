@@ -26,8 +26,9 @@ BENEATH = {
     "bench": {"checkpoints", "formats", "kernels", "serving", "statistics"},
 }
 # The files beside the rooms, from the entry points down: each may import those that come later.
-FILES = ("cli", "run", "analysis_commands", "answer_commands", "bench_commands", "commands", "experiment", "arms",
-         "settings", "composition", "runfolder", "progress", "entry", "interrupt", "errors")  # fmt: skip
+FILES = ("cli", "run", "analysis_commands", "answer_commands", "bench_commands", "commands", "experiment",
+         "arm_evaluation", "divergences", "arms", "settings", "composition", "runfolder", "progress", "entry",
+         "interrupt", "errors")  # fmt: skip
 EVERYONE = {"errors", "interrupt", "records"}
 
 

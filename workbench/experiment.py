@@ -21,17 +21,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench import records, runfolder
+from workbench.arm_evaluation import ArmEvaluation, task_specs
 from workbench.arms import Arms, check_arms, is_given
 from workbench.composition import resolved_yaml
-from workbench.errors import ConfigError, EngineError, OutputError
+from workbench.divergences import Divergences
+from workbench.errors import ConfigError, OutputError
 from workbench.progress import Progress
 from workbench.settings import STAGES, ArmSettings, Settings, read_settings
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from workbench.evaluation.spec import TaskSpec
-    from workbench.records import Comparison, Evaluation, LintReport, Verdict
+    from workbench.records import LintReport, Verdict
     from workbench.reporting.load import RunFiles
 
 
@@ -66,7 +67,7 @@ def judge_files(files: RunFiles, policy: dict[str, Any], since: Path | None = No
     Raises ConfigError for a policy that is not understood or an arm that the run does not have; OutputError naming
     what is damaged.
     """
-    from workbench.comparison import compare_with_baseline, read_baseline
+    from workbench.comparison import check_figures, check_sources, compare_with_baseline, read_baseline
     from workbench.gating import gate, read_policy, to_junit
 
     run = files.run_dir
@@ -80,7 +81,8 @@ def judge_files(files: RunFiles, policy: dict[str, Any], since: Path | None = No
             fix=f"name the arms that the verdict is about: --gated ARM, or gated: [ARM] in the policy{has}",
         )
     if files.comparison is not None:
-        _check_sources(run, files.comparison)
+        check_sources(run, files.comparison, files.evaluations)
+        check_figures(run, files.comparison, files.evaluations)
     rules = read_policy(policy)
     _check_named(f"{run} has", [*rules.gated, *rules.reported], known)
     verdict = gate(
@@ -99,18 +101,6 @@ def judge_files(files: RunFiles, policy: dict[str, Any], since: Path | None = No
     records.write_json(run / "verdict.json", verdict)
     records.write_text(run / "junit.xml", to_junit(verdict))
     return verdict
-
-
-def _check_sources(run: Path, comparison: Comparison) -> None:
-    """Refuse a comparison of other answers than those that lie here."""
-    from workbench.comparison import digest
-
-    for name, known in comparison.sources.items():
-        if digest(run / name) != known:
-            raise OutputError(
-                f"{run / 'comparison.json'} compares other answers than {name} holds now",
-                fix=f"compare again: workbench compare {run} --baseline {comparison.baseline}",
-            )
 
 
 def _arms_of(files: RunFiles) -> list[str]:
@@ -137,7 +127,9 @@ def _check_rooms(settings: Settings) -> None:
     from workbench.gating import read_policy
 
     if "evaluate" in settings.stages:
-        check_tasks(_task_specs(settings))
+        check_tasks(task_specs(settings))
+        if settings.kld.text and not Path(settings.kld.text).is_file():
+            raise ConfigError(f"kld.text={settings.kld.text}: there is no such file", fix="kld.text=FILE, or null")
         model = settings.model
         tokenizer = Path(model.tokenizer)
         for arm in settings.arms.values():
@@ -318,7 +310,7 @@ class _Run:
         target = self.folder.path / "activations.safetensors"
         if not target.exists():
             prompts = training_prompts(
-                _task_specs(self.settings), self.settings.analysis.prompts, scratch=self.folder.path / "scratch"
+                task_specs(self.settings), self.settings.analysis.prompts, scratch=self.folder.path / "scratch"
             )
             self.say.note(f"capturing layer inputs of {self.settings.baseline} on {len(prompts)} prompts")
             capture_activations(
@@ -333,106 +325,7 @@ class _Run:
 
     def evaluate(self) -> None:
         self.say.stage("evaluate")
-        for name, arm in self.settings.arms.items():
-            scores = self.folder.path / "eval" / name / "scores.json"
-            if scores.exists():
-                self.say.note(f"{name}: evaluated before")
-                continue
-            if arm.optional and (card := self._card(name)) is not None and card.error:
-                self.say.note(f"{name}: {card.verdict}")
-                continue
-            try:
-                self._evaluate_arm(name, arm)
-            except EngineError as error:
-                if not arm.optional:
-                    raise
-                self._note_failure(name, error)
-        if self.settings.serving_cost.preset != "off":
-            self._measure_serving()
-
-    def _measure_serving(self) -> None:
-        """Load time, memory and latency of every arm but the noise arm and those that may not start."""
-        from workbench.bench.serve import bench_serve, loads_of
-
-        target, wanted = self.folder.path / "serving_cost.json", self.settings.serving_cost
-        if target.exists():
-            self.say.note("serving cost: measured before")
-            return
-        baseline = self.settings.baseline
-        others = [
-            name
-            for name, arm in self.settings.arms.items()
-            if name not in (baseline, self.settings.noise_arm) and not arm.optional
-        ]
-        cost = bench_serve(
-            [self.arms.serve_spec(name) for name in (baseline, *others)],
-            loads_of(wanted.preset, self.settings.engine.max_model_len),
-            tokenizer=Path(self.settings.model.tokenizer),
-            out=self.folder.path / "serving_cost",
-            preset=wanted.preset,
-            repeats=wanted.repeat,
-            margin=wanted.margin,
-            together=wanted.together,
-            say=self.say.note,
-        )
-        records.write_json(target, cost)
-
-    def _evaluate_arm(self, name: str, arm: ArmSettings) -> None:
-        from workbench.evaluation.run import evaluate
-        from workbench.serving.endpoint import start
-
-        engine, model = self.settings.engine, self.settings.model
-        out = self.folder.path / "eval" / name
-        baseline = self.folder.path / "eval" / self.settings.baseline
-        self.say.arm(name, arm.backend.kind)
-        with start(self.arms.serve_spec(name), self.folder.path / "server" / f"{name}.log") as endpoint:
-            card = endpoint.numerics()
-            if card is not None:
-                self.say.note(f"{name}: {card.verdict}")
-            result: Evaluation = evaluate(
-                arm=name,
-                base_url=endpoint.base_url,
-                model=endpoint.model,
-                tokenizer=Path(model.tokenizer),
-                tasks=_task_specs(self.settings),
-                out_dir=out,
-                concurrency=max(1, round(engine.concurrency * arm.concurrency_factor)),
-                request_order=arm.request_order,
-                max_length=engine.max_model_len,
-                seed=self.settings.seed,
-                fingerprint=_identity(endpoint.record()),
-                api=model.api,
-                chat_template=model.chat_template,
-                thinking=model.thinking,
-                thinking_budget=model.thinking_budget,
-                baseline_dir=baseline if name != self.settings.baseline and baseline.is_dir() else None,
-                watch=endpoint.check,
-                progress=self.say.counter(f"{name}: answers"),
-            )
-            records.write_json(self.folder.path / "server" / f"{name}.json", endpoint.record())
-            if card is not None:
-                records.write_json(self._card_file(name), card)
-        records.write_json(out / "scores.json", result)
-        self.say.scores(result)
-
-    def _note_failure(self, name: str, error: EngineError) -> None:
-        """A server that may fail did: its card holds the engine's own words, and the run goes on without it."""
-        from workbench.serving.numerics import no_card
-        from workbench.serving.serverlog import root_cause
-
-        log = self.folder.path / "server" / f"{name}.log"
-        cause = root_cause(log.read_text(errors="replace")) if log.exists() else ""
-        backend = self.settings.arms[name].backend.kind
-        card = no_card(name, backend, cause or error.message.splitlines()[0], verdict="could not run")
-        records.write_json(self._card_file(name), card)
-        self.say.note(f"{name}: {card.verdict}")
-
-    def _card_file(self, name: str) -> Path:
-        return self.folder.path / "server" / f"{name}.numerics.json"
-
-    def _card(self, name: str) -> records.NumericsCard | None:
-        file = self._card_file(name)
-        return runfolder.read_record(records.NumericsCard, file) if file.exists() else None
+        ArmEvaluation(settings=self.settings, folder=self.folder, say=self.say, arms=self.arms).run()
 
     # ---- compare, gate, report ---------------------------------------------------------------------------------------
 
@@ -450,6 +343,7 @@ class _Run:
             self.folder.path, baseline=settings.baseline, candidates=candidates, noise_arm=settings.noise_arm or ""
         )
         records.write_json(self.folder.path / "comparison.json", comparison)
+        Divergences(settings=settings, folder=self.folder, say=self.say, tasks=()).compare()
 
     def gate(self) -> Verdict:
         self.say.stage("gate")
@@ -476,20 +370,6 @@ class _Run:
                 command=runfolder.command_line(),
             )
         )
-
-
-def _identity(server: records.ServerRecord) -> str:
-    """What an endpoint computes: answers of an interrupted evaluation are taken over only under the same one."""
-    return "|".join(
-        (server.fingerprint, server.backend, server.weight_format, server.activation_format, server.activation_scale,
-         server.kv_cache_dtype, server.dtype, server.engine, server.engine_version)
-    )  # fmt: skip
-
-
-def _task_specs(settings: Settings) -> tuple[TaskSpec, ...]:
-    from workbench.evaluation.spec import task_spec
-
-    return tuple(task_spec({"name": name, **task}) for name, task in settings.eval.items())
 
 
 def _set_threads(threads: int | None) -> None:

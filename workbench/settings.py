@@ -188,6 +188,17 @@ class ServingCostSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KldSettings:
+    """KL divergence of the arms' next-token distributions: windows (0: none) of tokens, the top_k told of each, on the
+    text of a file or on the tasks' training prompts."""
+
+    windows: int = 16
+    tokens: int = 256
+    top_k: int = 20
+    text: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class PathSettings:
     out: str
     cache: str
@@ -216,6 +227,7 @@ class Settings:
     report: ReportSettings
     compute: ComputeSettings
     serving_cost: ServingCostSettings = field(default_factory=ServingCostSettings)
+    kld: KldSettings = field(default_factory=KldSettings)
     resume: str | None = None
     source: str | None = None
     first: str | None = None
@@ -263,6 +275,9 @@ def _check(settings: Settings) -> None:
     _within("engine.tensor_parallel_size", settings.engine.tensor_parallel_size, 1, MOST)
     _within("analysis.prompts", settings.analysis.prompts, 1, MOST)
     _within("analysis.reservoir_rows", settings.analysis.reservoir_rows, 1, MOST)
+    _within("kld.windows", settings.kld.windows, 0, MOST)
+    _within("kld.tokens", settings.kld.tokens, 2, MOST)
+    _within("kld.top_k", settings.kld.top_k, 1, MOST)
     _within("analysis.bootstrap", settings.analysis.bootstrap, 1, MOST)
     if settings.analysis.sample is not None:
         _within("analysis.sample", settings.analysis.sample, 1, MOST)

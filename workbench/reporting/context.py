@@ -66,7 +66,7 @@ STAGE_FILES = {
 def make_context(files: RunFiles, *, detail: Detail = DETAILS[0], drawings: Drawings | None = None) -> dict[str, Any]:
     """Everything the templates name. drawings: keeps figures between calls of one run, for another `detail`."""
     from .figures import arm_colors, draw_scores
-    from .weight_figures import draw_losses
+    from .weight_figures import draw_divergences, draw_losses
 
     arms = files.arms()
     colors = arm_colors(arms)
@@ -77,6 +77,8 @@ def make_context(files: RunFiles, *, detail: Detail = DETAILS[0], drawings: Draw
     mark, word = VERDICTS.get(files.verdict.status, ("!", files.verdict.status)) if files.verdict else ("–", "")
     evaluations = _in_order(files.evaluations, arms)
     comparisons, sight = _comparisons(files), _sight(files)
+    divergences = sorted(files.divergences.values(), key=lambda d: arms.index(d.arm) if d.arm in arms else 99)
+    products = (files.analysis or {}).get("gemm", [])
     return {
         "files": files,
         "detail": detail,
@@ -101,11 +103,12 @@ def make_context(files: RunFiles, *, detail: Detail = DETAILS[0], drawings: Draw
         "transports": {a: e.transport for a, e in evaluations.items() if e.transport},
         "comparisons": comparisons,
         "graded": list(files.comparison.graded) if files.comparison else [],
-        "divergences": sorted(files.divergences.values(), key=lambda d: arms.index(d.arm) if d.arm in arms else 99),
+        "divergences": divergences,
+        "divergences_figure": draw("divergences", lambda: draw_divergences(divergences, products, colors)),
         "noise": _noise(files),
         "flip_groups": _flip_groups(comparisons, detail),
         "pairs": make_pairs(files, cells=detail.cells, metrics=detail.metrics, draw=draw),
-        "gemm_rows": (files.analysis or {}).get("gemm", []),
+        "gemm_rows": products,
         "gemm_arms": gemm_arms(files, arms),
         "gemm_figures": gemm_figures(files, arms, colors, draw),
         "worst_blocks": (files.analysis or {}).get("worst_blocks", []),

@@ -54,6 +54,43 @@ def draw_losses(sight: Sequence[Mapping[str, Any]], colors: Mapping[str, str]) -
     return to_svg(figure, "Paired loss of every judged arm with its interval and margin", "losses")
 
 
+def draw_divergences(divergences: Sequence[Any], gemm: Sequence[Mapping[str, Any]], colors: Mapping[str, str]) -> str:
+    """Measured KL divergence of every arm (lower bound of the mean) against what its matrix products predict.
+
+    divergences: `Divergence` records. gemm: rows of analysis.json. The prediction: in proportion to the products' mean
+    relative noise, through the arm with the least of it.
+    """
+    noise = {}
+    for kind in ("weight", "both"):  # the latter where inputs are rounded too
+        noise |= {row["arm"]: 10 ** (-row["sqnr_db"]["mean"] / 10) for row in gemm if row["kind"] == kind}
+    shown = [d for d in divergences if math.isfinite(noise.get(d.arm, math.nan)) and d.mean.lower > 0]
+    if len(shown) < 2:
+        return ""
+    figure, axes = new_figure(4.6, 3.0)
+    least = min(shown, key=lambda d: noise[d.arm])
+    slope, end = least.mean.lower / noise[least.arm], 1.1 * max(noise[d.arm] for d in shown)
+    axes.plot([0, 100 * end], [0, slope * end], color=MUTED, lw=1.0, ls="--")
+    for d in shown:
+        low, high = d.mean.lower_ci_low, d.mean.lower_ci_high
+        color = colors.get(d.arm, ARM_COLORS[0])
+        if math.isfinite(low) and math.isfinite(high):
+            axes.plot([100 * noise[d.arm]] * 2, [low, high], color=color, lw=1.6)
+        axes.plot(100 * noise[d.arm], d.mean.lower, "o", ms=5, color=color)
+        axes.annotate(
+            as_label(d.arm),
+            (100 * noise[d.arm], d.mean.lower),
+            (6, -9),
+            textcoords="offset points",
+            fontsize=8,
+            color=INK,
+        )
+    axes.set_xlim(0, 100 * end * 1.25)
+    axes.set_ylim(0)
+    axes.set_xlabel("output noise of the matrix products, % of their power")
+    axes.set_ylabel("KL divergence, nats")
+    return to_svg(figure, "Measured KL divergence against the matrix products' noise", "divergences")
+
+
 def draw_depth(rows: pd.DataFrame, label: str) -> str:
     """SQNR by layer, a panel per projection on one scale."""
     shown = {key: stage for key, stage in STAGES.items() if np.isfinite(rows[key]).any()}

@@ -101,6 +101,8 @@ def engine_environment(spec: ServeSpec) -> dict[str, str]:
     if is_cpu_engine():
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # "auto" puts every server on the same core
         env["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that spin while they wait stall each other once cores are shared
+        if spec.engine.enforce_eager:  # else the first log-probabilities wait most of a minute for a C++ compiler
+            env["TORCHDYNAMO_DISABLE"] = "1"
         if spec.engine.tensor_parallel_size == 1 and "distributed_executor_backend" not in {
             name.lstrip("-").replace("-", "_") for name in spec.engine.args
         }:

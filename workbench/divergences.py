@@ -1,0 +1,100 @@
+"""KL divergence of every arm from the baseline, from top-k log-probabilities that each endpoint gives while it is up.
+
+    divergences = Divergences(settings=settings, folder=run_folder, say=progress)
+    divergences.collect("nvfp4", endpoint, fingerprint)   # kld/nvfp4.jsonl
+    divergences.compare()                                 # kld/nvfp4.json, against kld/source.jsonl
+
+A few seconds an arm. What an endpoint cannot give (no echo, fewer log-probabilities) is said and left out: a run is
+judged by answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from workbench import records
+from workbench.errors import EvaluationError, WorkbenchError
+
+if TYPE_CHECKING:
+    from workbench.evaluation.spec import TaskSpec
+    from workbench.progress import Progress
+    from workbench.runfolder import RunFolder
+    from workbench.serving.endpoint import Endpoint
+    from workbench.settings import Settings
+
+
+@dataclass(kw_only=True)
+class Divergences:
+    settings: Settings
+    folder: RunFolder
+    say: Progress
+    tasks: Sequence[TaskSpec]
+
+    def collect(self, arm: str, endpoint: Endpoint, fingerprint: str) -> None:
+        """Ask the endpoint of `arm` for its log-probabilities of the text; a note where it cannot give them."""
+        from workbench.evaluation.kld import collect_logprobs
+
+        if not self._windows:
+            return
+        target = self._file(arm)
+        try:
+            collect_logprobs(
+                base_url=endpoint.base_url,
+                model=endpoint.model,
+                windows=self._windows,
+                k=self.settings.kld.top_k,
+                path=target,
+                name=arm,
+                fingerprint=fingerprint,
+                concurrency=self.settings.engine.concurrency,
+                progress=self.say.counter(f"{arm}: windows"),
+            )
+        except EvaluationError as error:
+            target.unlink(missing_ok=True)
+            self.say.note(f"{arm}: no KL divergence: {error.message}")
+
+    def compare(self) -> None:
+        """Write kld/<arm>.json for every arm whose log-probabilities and the baseline's are there."""
+        from workbench.evaluation.kld import kl_divergence
+
+        reference = self._file(self.settings.baseline)
+        for arm in self.settings.arms:
+            mine = self._file(arm)
+            if arm == self.settings.baseline or not (reference.exists() and mine.exists()):
+                continue
+            try:
+                found = kl_divergence(reference, mine)
+            except EvaluationError as error:
+                self.say.note(f"{arm}: no KL divergence: {error.message}")
+                continue
+            records.write_json(mine.with_suffix(".json"), found)
+            self.say.note(f"{arm}: KL divergence at least {found.mean.lower:.3g} nats over {found.positions} tokens")
+
+    @cached_property
+    def _windows(self) -> list[list[int]]:
+        """Token ids of the text in whole windows, as many as it has and are wanted; none where there is no text."""
+        from workbench.evaluation.kld import cut_windows
+        from workbench.evaluation.prompts import training_prompts
+
+        wanted = self.settings.kld
+        if not wanted.windows:
+            return []
+        try:
+            if wanted.text:
+                text = Path(wanted.text).read_text(encoding="utf-8")
+            else:
+                scratch = self.folder.path / "scratch"
+                text = "\n\n".join(training_prompts(tuple(self.tasks), self.settings.analysis.prompts, scratch=scratch))
+            tokens = min(wanted.tokens, self.settings.engine.max_model_len - 1)
+            return cut_windows(text, Path(self.settings.model.tokenizer), tokens=tokens, count=wanted.windows)
+        except (WorkbenchError, OSError, UnicodeDecodeError) as error:
+            reason = error.message if isinstance(error, WorkbenchError) else str(error)
+            self.say.note(f"no KL divergence: {reason}")
+            return []
+
+    def _file(self, arm: str) -> Path:
+        return self.folder.path / "kld" / f"{arm}.jsonl"
