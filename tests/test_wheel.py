@@ -43,8 +43,8 @@ def test_the_wheel_holds_configuration_model_tasks_and_templates(wheel: Path) ->
     names = set(zipfile.ZipFile(wheel).namelist())
     for path in [*ROOT.glob("conf/**/*.yaml")]:
         assert f"workbench/conf/{path.relative_to(ROOT / 'conf')}" in names
-    for path in ROOT.glob("experiments/mini_models/mini_kimi/*"):
-        assert f"workbench/mini_models/mini_kimi/{path.name}" in names
+    for path in ROOT.glob("experiments/mini_models/mini_*/*"):
+        assert f"workbench/mini_models/{path.parent.name}/{path.name}" in names
     for path in ROOT.glob("workbench/reporting/templates/**/*"):
         assert path.is_dir() or str(path.relative_to(ROOT)) in names
     for package, folder in (("workbench", "workbench"), ("workbench/kernels", "kernels")):

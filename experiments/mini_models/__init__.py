@@ -9,7 +9,7 @@ from pathlib import Path
 
 __all__ = ["MODELS", "model_path"]
 
-MODELS = ("mini_kimi",)
+MODELS = ("mini_kimi", "mini_qwen")
 
 
 def model_path(name: str = "mini_kimi") -> Path:
