@@ -2,8 +2,8 @@
 
 Opens the checkpoint through `workbench.checkpoints` and yields tensors layer by layer under one set of names
 (`<module>.{weight,weight_scale,weight_scale_2,input_scale}`, unfused). Each tensor is converted before vLLM shards it,
-so every tensor-parallel size computes with the same numbers, and at most one tensor exists beside its final place. On a
-GPU, four-bit tensors are converted there, by kernels that give the CPU's bytes:
+so every tensor-parallel size computes with the same numbers, and at most one tensor exists beside its final place, of
+experts on a GPU at most 64. There, four-bit tensors are converted on the GPU, by kernels that give the CPU's bytes:
 
 - a module that a packed method holds is handed on packed, converted to the plan's format first (requant);
 - any other quantized tensor is decoded to the model's dtype (backend reference, kv_b_proj, a quantized lm_head);
@@ -36,6 +36,7 @@ from workbench.kernels.tables import MXFP4_RULES, ScaleRule
 
 from .meter import LoadMeter
 from .settings import PACKED_FORMATS, ModulePlan, PluginSettings, plan_modules
+from .together import AT_MOST, batches, requantize_together
 
 logger = init_logger("vllm.workbench")
 
@@ -97,33 +98,59 @@ class WorkbenchModelLoader(DefaultModelLoader):
         meter = self._meter = LoadMeter(device)
         with open_checkpoint(self.settings.checkpoint) as checkpoint:
             plans = plan_modules(checkpoint, self.settings)
-            for entry in checkpoint.entries():
+
+            def wanted(entry: Any) -> bool:
                 if local_experts is not None and entry.expert >= 0 and entry.expert not in local_experts:
-                    continue
-                if entry.name.endswith(_KV_SCALES):
-                    continue  # of a KV cache format that the engine chooses itself (--kv-cache-dtype)
-                plan = plans.get(entry.module) if entry.projection else None
+                    return False
+                return not entry.name.endswith(_KV_SCALES)  # the engine chooses its KV cache (--kv-cache-dtype)
+
+            def joins(entry: Any) -> bool:
+                return entry.expert >= 0 and bool(entry.projection) and entry.module in taken and entry.module in plans
+
+            one_by_one = device.type == "cpu" or self.settings.backend != "requant"
+            entries = filter(wanted, checkpoint.entries())
+            for batch in batches(entries, joins, 1 if one_by_one else AT_MOST):
                 with meter.reading():
-                    stored = checkpoint.read(entry.name)
-                if plan is not None and entry.module in taken:
-                    yield from pack_tensor(entry.name, stored, plan, self.settings, meter)
-                else:
-                    yield entry.name, dense_tensor(entry.name, stored, plan, self.settings, model_config.dtype, meter)
+                    stored = {entry.name: checkpoint.read(entry.name) for entry in batch}
+                packed = convert_batch(batch, stored, plans, self.settings, meter) if len(batch) > 1 else {}
+                for entry in batch:
+                    plan = plans.get(entry.module) if entry.projection else None
+                    value = stored.pop(entry.name)
+                    if plan is not None and entry.module in taken:
+                        yield from pack_tensor(
+                            entry.name, value, plan, self.settings, meter, packed.pop(entry.name, None)
+                        )
+                    else:
+                        value = dense_tensor(entry.name, value, plan, self.settings, model_config.dtype, meter)
+                        yield entry.name, value
         meter.finish()
         for source in getattr(model, "secondary_weights", ()):
             yield from self._get_weights_iterator(source)
         self._load_s = time.perf_counter() - self.counter_before_loading_weights
 
 
+def convert_batch(
+    batch: list[Any], stored: dict[str, Any], plans: dict[str, ModulePlan], settings: PluginSettings, meter: LoadMeter
+) -> dict[str, Any]:
+    """Those tensors of a batch that go to MXFP4 in one launch, by name; the others are converted one by one."""
+    from workbench.formats import get_format
+
+    wanted = {e.name: stored[e.name] for e in batch if plans[e.module].weight == "mxfp4"}
+    rule = get_format("mxfp4").rule(settings.rule or None)
+    return requantize_together(wanted, rule, meter, name=batch[0].name)
+
+
 def pack_tensor(
-    name: str, stored: Any, plan: ModulePlan, settings: PluginSettings, meter: LoadMeter
+    name: str, stored: Any, plan: ModulePlan, settings: PluginSettings, meter: LoadMeter, packed: Any = None
 ) -> list[tuple[str, Tensor]]:
     """A tensor in the plan's format, as the named parts that the packed methods load.
 
     `<module>.weight` uint8 `[N, K/2]`, `.weight_scale` `[N, K/block]`, and for nvfp4 `.weight_scale_2` float32 scalar;
-    `.input_scale` float32 scalar when the plan says static. What was converted lies on the meter's device.
+    `.input_scale` float32 scalar when the plan says static. What was converted lies on the meter's device. packed: what
+    was converted with others already.
     """
-    packed = convert_tensor(name, stored, plan, settings, meter)
+    if packed is None:
+        packed = convert_tensor(name, stored, plan, settings, meter)
     module = name.removesuffix(".weight")
     parts = [(name, packed.codes), (f"{module}.weight_scale", packed.block_scales)]
     if packed.global_scale is not None:

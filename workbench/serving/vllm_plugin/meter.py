@@ -58,15 +58,15 @@ class LoadMeter:
         self.read_s += time.perf_counter() - started
 
     @contextlib.contextmanager
-    def converting(self, name: str) -> Iterator[None]:
-        """One tensor's conversion; `name` says its layer."""
+    def converting(self, name: str, count: int = 1) -> Iterator[None]:
+        """The conversion of one tensor, or of `count` at once; `name` says their layer."""
         layer = self._enter(layer_of(name))
         started = time.perf_counter()
         yield
         self._wait()
         seconds = time.perf_counter() - started
         layer.seconds += seconds
-        layer.conversions += 1
+        layer.conversions += count
         self.convert_s += seconds
 
     def holds(self, *tensors: Any) -> None:
