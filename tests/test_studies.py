@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from workbench.mini_models import model_path
+from workbench.mini_models import MODELS, model_path
 from workbench.mini_models.problems import gsm8k_problems
 
 from workbench import cli, records
@@ -118,9 +118,11 @@ def test_the_published_vllm_command_is_what_would_be_started(tmp_path: Path) -> 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Layer inputs as a capture writes them, but drawn."""
-    with open_checkpoint(MINI) as checkpoint:
-        widths = {entry.module: entry.shape[-1] for entry in linear_weights(checkpoint)}
+    """Layer inputs of both mini models as a capture writes them, but drawn."""
+    widths: dict[str, int] = {}
+    for name in MODELS:
+        with open_checkpoint(model_path(name)) as checkpoint:
+            widths |= {entry.module: entry.shape[-1] for entry in linear_weights(checkpoint)}
     generator = torch.Generator().manual_seed(0)
     rows = {module: torch.randn(16, k, generator=generator).bfloat16() for module, k in widths.items()}
     target = tmp_path_factory.mktemp("inputs") / "activations.safetensors"
@@ -136,6 +138,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 ROUTED, SHARED, DENSE = 4 * 16 * 3, 4 * 3, 3  # matrices of mini-kimi: layers 1 to 4, and layer 0
 ATTENTION = 5 * 5
+QWEN = 6 * 7  # matrices of mini-qwen
 
 
 @pytest.mark.slow
@@ -149,6 +152,15 @@ ATTENTION = 5 * 5
                 "modelopt": ("modelopt", {"nvfp4": ROUTED}),
                 "llmcompressor": ("compressed_tensors", {"nvfp4": ROUTED}),
                 "quark": ("quark", {"nvfp4": ROUTED + SHARED}),
+            },
+        ),
+        (
+            "nvfp4_emulation",
+            "mini_qwen",
+            {
+                "modelopt": ("modelopt", {"nvfp4": QWEN}),
+                "llmcompressor": ("compressed_tensors", {"nvfp4": QWEN}),
+                "quark": ("quark", {"nvfp4": QWEN}),
             },
         ),
         ("nvfp4_layers", "mini_kimi", {"all_linear": ("modelopt", {"nvfp4": ROUTED + SHARED + DENSE + ATTENTION})}),
