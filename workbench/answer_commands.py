@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def evaluate(arguments: argparse.Namespace) -> int:
     from workbench import records
-    from workbench.evaluation.run import evaluate
+    from workbench.evaluation.run import check_unfinished, evaluate
     from workbench.progress import Progress
     from workbench.settings import check_name
 
@@ -27,6 +27,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
     say = Progress()
     out = arguments.out / "eval" / arguments.arm
     check_folder("--out", out)
+    if not arguments.replace:
+        check_unfinished(out)
     result = evaluate(
         arm=arguments.arm,
         base_url=arguments.url,
@@ -41,13 +43,17 @@ def evaluate(arguments: argparse.Namespace) -> int:
         fingerprint=arguments.fingerprint,
         api=arguments.api,
         chat_template=arguments.chat_template,
-        thinking=arguments.thinking,
+        thinking=arguments.thinking or "",
         thinking_budget=arguments.thinking_budget,
         probe=arguments.probe,
         baseline_dir=arguments.baseline_dir,
         progress=say.counter("answers"),
+        failed=lambda count, message: say.note(f"{count} failed, also when sent again: {message}"),
     )
     records.write_json(out / "scores.json", result)
+    if result.transport is not None and result.transport.failed:
+        gone, asked = result.transport.failed, result.transport.requests
+        say.note(f"{gone} of {asked} requests were never answered: they count as wrong answers")
     say.scores(result)
     return 0
 
@@ -79,6 +85,7 @@ def logprobs(arguments: argparse.Namespace) -> int:
 def kld(arguments: argparse.Namespace) -> int:
     """The divergence of two files of `logprobs`."""
     from workbench import records
+    from workbench.evaluation._intervals import LEAST
     from workbench.evaluation.kld import kl_divergence
 
     if arguments.json:
@@ -94,20 +101,28 @@ def kld(arguments: argparse.Namespace) -> int:
     )
     for name in ("mean", "median", "p99", "p999"):
         print(f"  {name:6} {_bounded(getattr(found, name))}")
+    low, high = found.delta_p_mean_low_pp, found.delta_p_mean_high_pp
     print(
-        f"  same first token {100 * found.same_top1:.2f} % ({100 * found.same_top1_low:.2f} to"
-        f" {100 * found.same_top1_high:.2f}); the actual token's probability {found.delta_p_mean_pp:+.3f} pp"
-        f" ({found.delta_p_mean_low_pp:+.3f} to {found.delta_p_mean_high_pp:+.3f})"
+        f"  same first token {100 * found.same_top1:.2f} %"
+        f"{_interval(100 * found.same_top1_low, 100 * found.same_top1_high, '.2f')};"
+        f" the actual token's probability {found.delta_p_mean_pp:+.3f} pp{_interval(low, high, '+.3f')}"
     )
+    if found.windows < LEAST:
+        print(f"  no intervals: they take {LEAST} windows, there are {found.windows}")
     print(f"  outside the top {found.k}: {found.tail_mass_reference:.2g} and {found.tail_mass_arm:.2g} of the mass")
     return 0
 
 
 def _bounded(value: Bounded) -> str:
     return (
-        f"at least {value.lower:.4g} ({value.lower_ci_low:.4g} to {value.lower_ci_high:.4g}), at most {value.upper:.4g}"
-        f" ({value.upper_ci_low:.4g} to {value.upper_ci_high:.4g})"
+        f"at least {value.lower:.4g}{_interval(value.lower_ci_low, value.lower_ci_high, '.4g')},"
+        f" at most {value.upper:.4g}{_interval(value.upper_ci_low, value.upper_ci_high, '.4g')}"
     )
+
+
+def _interval(low: float, high: float, digits: str) -> str:
+    """An interval in brackets; nothing where there is none."""
+    return "" if low != low else f" ({low:{digits}} to {high:{digits}})"
 
 
 def compare(arguments: argparse.Namespace) -> int:
@@ -126,7 +141,7 @@ def compare(arguments: argparse.Namespace) -> int:
 
 def _compare_two(arguments: argparse.Namespace) -> int:
     from workbench import records
-    from workbench.comparison import compare_folders, comparison_json, comparison_text
+    from workbench.comparison import check_apart, compare_evaluations, comparison_json, comparison_text, read_folders
     from workbench.gating import append_step_summary, gate, to_junit, to_step_summary
 
     read = (arguments.baseline, arguments.candidate, arguments.noise)
@@ -135,9 +150,14 @@ def _compare_two(arguments: argparse.Namespace) -> int:
             check_file(flag, path, *read)
     _check_two(*read)
     policy = _policy(arguments.policy)
-    comparison = compare_folders(arguments.baseline, arguments.candidate, arguments.noise)
-    candidate = comparison.tasks[-1].candidate if comparison.tasks else comparison.graded[-1].candidate
-    verdict = gate({**policy, "gated": [candidate], "reported": []}, comparison=comparison)
+    arms = read_folders(arguments.baseline, arguments.candidate, arguments.noise)
+    check_apart(arms)
+    comparison = compare_evaluations(arms)
+    verdict = gate(
+        {**policy, "gated": [arms[-1].name], "reported": []},
+        comparison=comparison,
+        evaluations={arm.name: arm.evaluation for arm in arms},
+    )
     if arguments.json:
         records.write_text(arguments.json, comparison_json(comparison, verdict))
     if arguments.junit:
@@ -188,7 +208,7 @@ def gate(arguments: argparse.Namespace) -> int:
     import datetime
 
     from workbench import records
-    from workbench.comparison import make_baseline, write_baseline
+    from workbench.comparison import make_baseline, one_line, write_baseline
     from workbench.experiment import judge_files
     from workbench.gating import append_history, append_step_summary, read_history, to_step_summary, trend_lines
     from workbench.reporting.load import load_run
@@ -202,6 +222,8 @@ def gate(arguments: argparse.Namespace) -> int:
         if path:
             taken = path.is_file() or path.resolve().parent != arguments.run.resolve()
             check_file(f"--{flag}", path, arguments.run if taken else None)
+    if arguments.history:
+        read_history(arguments.history)  # a damaged one is refused before anything is judged or written
     policy = _policy(arguments.policy)
     for key in ("gated", "reported"):
         if getattr(arguments, key):
@@ -223,7 +245,7 @@ def gate(arguments: argparse.Namespace) -> int:
         write_baseline(arguments.baseline, make_baseline(arguments.run, arms))
         print(f"wrote the baseline {arguments.baseline}: {', '.join(arms)}")
     for line in trend:
-        print(f"trend: {line}")
+        print(one_line(f"trend: {line}"))
     return _say_verdict(verdict)
 
 
@@ -245,13 +267,16 @@ def _policy(name: str) -> dict[str, Any]:
 
 
 def _say_verdict(verdict: Verdict) -> int:
-    print(f"verdict: {verdict.status.upper()} (exit code {verdict.exit_code}, policy {verdict.policy})")
-    print(verdict.headline)
-    for check in verdict.checks:
-        print(f"  {check.status}: {check.name}: {check.reason}")
+    from workbench.comparison import one_line
+
+    lines = [
+        f"verdict: {verdict.status.upper()} (exit code {verdict.exit_code}, policy {verdict.policy})",
+        verdict.headline,
+        *(f"  {check.status}: {check.name}: {check.reason}" for check in verdict.checks),
+    ]
     for found in verdict.attributions:
         caught = ", ".join(found.caught_by) or "nothing"
-        print(f"cause: {found.cause}, caught by {caught}. {found.summary}")
-        for question in found.would_tell:
-            print(f"  would tell: {question}")
+        lines.append(f"cause: {found.cause}, caught by {caught}. {found.summary}")
+        lines += [f"  would tell: {question}" for question in found.would_tell]
+    print("\n".join(map(one_line, lines)))
     return verdict.exit_code

@@ -22,6 +22,8 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from workbench.errors import ConfigError
 
 MOST_POLICY_BYTES = 1 << 20
+_OTHER_BASE = re.compile(r"[-+]?(0[0-9_]+|0[xXbB][0-9a-fA-F_]+|[0-9][0-9_]*(:[0-9]{1,2})+(\.[0-9_]*)?)")
+"""Octal, hexadecimal, binary and sexagesimal numbers of YAML 1.1."""
 
 
 def register_resolvers() -> None:
@@ -89,17 +91,35 @@ def read_policy_file(name: str) -> dict[str, Any]:
         if len(content) == MOST_POLICY_BYTES:
             raise ConfigError(f"the policy {path} is larger than {MOST_POLICY_BYTES >> 20} MiB", fix=fix)
         text = content.decode()
+        _check_yaml(text, path)
         policy = OmegaConf.to_container(OmegaConf.create(text), resolve=True) if text.strip() else None
     except ConfigError:
         raise
     except Exception as error:  # YAML's and OmegaConf's errors share no base
-        why = str(error) or "it is no mapping of settings"
+        why = " ".join(str(error).split())[:300] or "it is no mapping of settings"
         raise ConfigError(f"the policy {path} cannot be read: {why}", fix=fix) from error
     if not policy:
         raise ConfigError(f"the policy {path} is empty", fix=fix)
     if not isinstance(policy, dict):
         raise ConfigError(f"the policy {path} is not a mapping of settings", fix=fix)
     return {str(key): value for key, value in policy.items()}
+
+
+def _check_yaml(text: str, path: Path) -> None:
+    """Refuse what YAML 1.1 reads as something else than it says (010 is 8, 1:30 is 90), and references, by which a
+    small file may grow without end. Raises ConfigError.
+    """
+    import yaml  # type: ignore[import-untyped]
+
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        where = f"the policy {path}, line {event.start_mark.line + 1}"
+        if isinstance(event, yaml.AliasEvent):
+            raise ConfigError(f"{where}: a reference (*{event.anchor}) is not read", fix="write its value out")
+        if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and _OTHER_BASE.fullmatch(event.value):
+            raise ConfigError(
+                f"{where}: {event.value[:40]} is a number of another base in YAML (010 is 8, 1:30 is 90)",
+                fix="write it as a decimal number without leading zeros, or in quotes",
+            )
 
 
 # ---- what Hydra refuses ----------------------------------------------------------------------------------------------

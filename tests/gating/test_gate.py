@@ -244,20 +244,39 @@ def _evaluation(arm: str, **counts: int) -> Evaluation:
     )
 
 
+def _evaluations(**counts: dict[str, int]) -> dict[str, Evaluation]:
+    """Every arm's, with the counts given for some."""
+    return {arm: _evaluation(arm, **counts.get(arm, {})) for arm in ("source", "nvfp4", "requant", "direct")}
+
+
+@pytest.mark.parametrize("arm", ["source", "nvfp4"])
+def test_a_compared_arm_whose_scores_are_gone_is_invalid(arm: str) -> None:
+    evaluations = _evaluations()
+    del evaluations[arm]
+    verdict = gate(POLICY, comparison=_good(), evaluations=evaluations)
+    assert verdict.status == "invalid"
+    assert f"{arm}: evaluation. its answers were compared, but its scores.json is gone" in verdict.headline
+    assert gate(POLICY, comparison=_good()).status == "pass"  # where evaluations are not known at all
+
+
 def test_empty_and_cut_answers_stand_in_the_way_of_a_pass() -> None:
-    fine = {"source": _evaluation("source", empty=10, truncated=20)}
+    fine = _evaluations(source={"empty": 10, "truncated": 20})
     assert gate(POLICY, comparison=_good(), evaluations=fine).status == "pass"
-    baseline = {"source": _evaluation("source", empty=11)}
+    baseline = _evaluations(source={"empty": 11})
     assert gate(POLICY, comparison=_good(), evaluations=baseline).status == "invalid"
-    arm = {"requant": _evaluation("requant", truncated=21)}
+    arm = _evaluations(requant={"truncated": 21})
     verdict = gate(POLICY, comparison=_good(), evaluations=arm)
     assert verdict.status == "inconclusive"
     assert "21 of 200 answers are truncated (10.5 %" in verdict.headline
-    shown = {"direct": _evaluation("direct", empty=200)}
+    shown = _evaluations(direct={"empty": 200})
     assert gate(POLICY, comparison=_good(), evaluations=shown).status == "pass"
+    # a policy of thresholds alone keeps its limits
+    thresholds = {**POLICY, "margin_pp": None, "thresholds": [{"task": "sums", "value": 0.5}]}
+    assert gate(thresholds, comparison=None, evaluations=fine).status == "pass"
+    assert gate(thresholds, comparison=None, evaluations=arm).status == "inconclusive"
     # a broken arm stays a regression, whatever its answers look like
     broken = _comparison(_task("nvfp4", 2, 1), _task("requant", 150, 0, both=0))
-    evaluations = {"requant": _evaluation("requant", empty=200)}
+    evaluations = _evaluations(requant={"empty": 200})
     assert gate(POLICY, comparison=broken, evaluations=evaluations).status == "regression"
 
 

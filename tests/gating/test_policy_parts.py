@@ -9,7 +9,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from test_gate import POLICY, _comparison, _evaluation, _good, _only, _row, _task
+from test_gate import POLICY, _comparison, _evaluation, _evaluations, _good, _only, _row, _task
 
 from workbench.errors import ConfigError, OutputError
 from workbench.gating import (
@@ -223,14 +223,14 @@ HARNESS = {
 
 def test_vllm_thresholds_become_a_policy_that_states_its_power() -> None:
     settings, warnings = import_policy(GSM8K, name="model")
-    assert settings["thresholds"] == [{"task": "gsm8k", "filter": "", "value": 0.89, "tolerance": 0.08}]
+    assert settings["thresholds"] == [{"task": "gsm8k", "filter": "", "metric": "", "value": 0.89, "tolerance": 0.08}]
     assert settings["evidence"] == {"min_items": 1319}
     assert "lost 5 pp in 99.8 % of runs" in warnings[0]
     assert "from 8.9 pp on" in warnings[0]
     settings, warnings = import_policy(HARNESS, name="model")
-    assert [(t["filter"], t["tolerance"]) for t in settings["thresholds"]] == [
-        ("strict-match", pytest.approx(0.0604)),
-        ("flexible-extract", pytest.approx(0.0604)),
+    assert [(t["metric"], t["filter"], t["tolerance"]) for t in settings["thresholds"]] == [
+        ("exact_match", "strict-match", pytest.approx(0.0604)),
+        ("exact_match", "flexible-extract", pytest.approx(0.0604)),
     ]
     assert "lost 5 pp in 76.7 % of runs" in warnings[0]
     assert read_policy({**settings, "gated": ["arm"]}).margin_pp == {}
@@ -248,6 +248,14 @@ def test_vllm_thresholds_become_a_policy_that_states_its_power() -> None:
         ({"tasks": [{"name": "gsm8k"}]}, "no metrics"),
         ({"tasks": []}, "no metric has a value"),
         ({"tasks": [{"name": "g", "metrics": [{"name": "acc,none"}]}]}, "value of acc,none is None"),
+        ({"tasks": [{"name": "g", "metrics": [3]}]}, "a metric of g is 3"),
+        ({"tasks": [{"name": "g", "metrics": [None]}]}, "a metric of g is None"),
+        ({**GSM8K, "num_questions": 10**400}, "num_questions is '1000"),
+        ({**GSM8K, "margin_pp": 0.1, "gated": ["a"]}, "f holds margin_pp, gated, which is no key of vLLM's"),
+        ({**HARNESS, "tiers": {}, "foo": 1}, "f holds tiers, foo, which is no key"),
+        ({"accuracy_threshold": 0.05}, "0.05 less the tolerance of 0.08 is a limit of -3 %: every arm passes"),
+        ({**GSM8K, "tolerance": 0.89}, "is a limit of 0 %"),
+        ({**HARNESS, "rtol": 1.0}, "gsm8k strict-match exact_match: .* is a limit of 0 %"),
     ],
 )
 def test_files_that_are_not_vllms_are_refused(content: dict[str, Any], message: str) -> None:
@@ -259,6 +267,24 @@ def _scored(right: int, n: int) -> dict[str, Evaluation]:
     evaluation = _evaluation("nvfp4")
     score = dataclasses.replace(evaluation.scores[0], task="gsm8k", n=n, value=right / n)
     return {"nvfp4": dataclasses.replace(evaluation, scores=(score,))}
+
+
+@pytest.mark.parametrize(("acc", "acc_norm", "status"), [(0.6, 0.85, "pass"), (0.85, 0.3, "regression")])
+def test_a_threshold_is_about_the_metric_that_it_names(acc: float, acc_norm: float, status: str) -> None:
+    content = {**HARNESS, "tasks": [{"name": "sums", "metrics": [{"name": "acc_norm,none", "value": 0.8}]}]}
+    settings, _ = import_policy(content, name="f")
+    one = dataclasses.replace(_evaluation("nvfp4").scores[0], filter="none", n=1000, metric="acc", value=acc)
+    other = dataclasses.replace(one, metric="acc_norm", value=acc_norm, primary=False)
+    evaluation = dataclasses.replace(_evaluation("nvfp4"), scores=(one, other))
+    policy = {**settings, "gated": ["nvfp4"]}
+    assert gate(policy, comparison=None, evaluations={"nvfp4": evaluation}).status == status
+    absent = dataclasses.replace(evaluation, scores=(one,))
+    verdict = gate(policy, comparison=None, evaluations={"nvfp4": absent})
+    assert "the arm has no result for sums none acc_norm" in verdict.headline
+    both = dataclasses.replace(evaluation, scores=(dataclasses.replace(one, primary=False), other))
+    unnamed = {**policy, "thresholds": [{"task": "sums", "filter": "none", "value": 0.8}]}
+    verdict = gate(unnamed, comparison=None, evaluations={"nvfp4": both})
+    assert "several results for sums none: none acc, none acc_norm; name the metric" in verdict.headline
 
 
 def test_a_threshold_is_judged_by_bounds_of_the_accuracy() -> None:
@@ -291,6 +317,15 @@ def test_arms_are_judged_against_themselves_in_the_committed_baseline() -> None:
     comparison = _comparison(_task("nvfp4", 2, 1))
     same = _since(_task("nvfp4", 1, 1, baseline="committed"), _task("source", 0, 0, baseline="committed"))
     assert gate(policy, comparison=comparison, since=same).status == "pass"
+    # what it lacks was not judged, and is no pass
+    for stored in ((), same.tasks[:1], same.tasks[1:], (same.tasks[0], dataclasses.replace(same.tasks[1], task="x"))):
+        assert gate(policy, comparison=comparison, since=_since(*stored)).status == "invalid"
+    noted = dataclasses.replace(same, notes=("arm 'x' is not in the baseline",))
+    verdict = gate(policy, comparison=comparison, since=noted)
+    assert verdict.status == "pass"
+    assert [c.reason for c in verdict.checks if c.name == "since baseline"] == ["arm 'x' is not in the baseline"]
+    with pytest.raises(ConfigError, match="the committed baseline would judge nothing"):
+        gate({**policy, "margin_pp": "none"}, comparison=comparison, since=same)
     moved = _since(_task("nvfp4", 1, 1, baseline="committed"), _task("source", 60, 5, both=100, baseline="committed"))
     verdict = gate(policy, comparison=comparison, since=moved)
     (check,) = _only(verdict, "fail")
@@ -314,10 +349,15 @@ def test_history_is_appended_and_its_trend_told(tmp_path: Path) -> None:
     assert [entry.run for entry in entries] == [f"run{week}" for week in range(5)]
     assert entries[0].figures[0].loss_pp == pytest.approx(0.5)
     assert "over 5 runs +0.500 pp a run (+0.500 to +0.500), p(not rising) = 0.0083" in lines[0]
+    path.write_bytes(path.read_bytes().rstrip(b"\n"))  # an editor that leaves out the last newline
+    append_history(path, verdict, comparison, run="run5", when="2026-01-06T00:00:00+00:00")
+    assert [entry.run for entry in read_history(path)] == [f"run{week}" for week in range(6)]
     with path.open("a") as stream:
         stream.write('{"when": 1')
-    with pytest.raises(OutputError, match="line 6 is no entry"):
-        read_history(path)
+    before = path.read_bytes()
+    with pytest.raises(OutputError, match=r"(?s)line 7 is no entry .*its end was never written.*delete this last line"):
+        append_history(path, verdict, comparison, run="run6", when="w")
+    assert path.read_bytes() == before
     with pytest.raises(OutputError, match="could not append"):
         append_history(tmp_path, verdict, None, run="r", when="w")
 
@@ -354,6 +394,11 @@ def test_step_summary_shows_the_worst_first(tmp_path: Path, monkeypatch: pytest.
         ({"thresholds": [{"task": "t"}]}, "lacks a task or a value"),
         ({"thresholds": {"task": "t"}}, "gate.thresholds="),
         ({"evidence": {"max_failed_share": -1}}, "max_failed_share=-1"),
+        ({"name": "x\nverdict: PASS"}, "gate.name="),
+        ({"name": "???"}, r"gate.name='\?\?\?'"),
+        ({"name": {"a": 1}}, "gate.name="),
+        ({"gated": ["a\x1b[31m"]}, "gate.gated="),
+        ({"thresholds": [{"task": "t", "value": 0.3, "tolerance": 0.3}]}, "is a limit of 0 %, which every arm passes"),
     ],
 )
 def test_new_keys_are_checked(change: dict[str, Any], message: str) -> None:
@@ -363,7 +408,7 @@ def test_new_keys_are_checked(change: dict[str, Any], message: str) -> None:
 
 def test_failed_requests_stand_in_the_way_of_a_pass() -> None:
     policy = {**POLICY, "evidence": {"max_failed_share": 0.0}}
-    verdict = gate(policy, comparison=_good(), evaluations={"requant": _evaluation("requant", failed=1)})
+    verdict = gate(policy, comparison=_good(), evaluations=_evaluations(requant={"failed": 1}))
     assert verdict.status == "inconclusive"
     assert "1 of 200 answers are failed" in verdict.headline
 

@@ -18,6 +18,7 @@ from workbench import records
 from workbench.analysis.study import analyze_pairs
 from workbench.checkpoints.convert import quantize_checkpoint
 from workbench.checkpoints.open import open_checkpoint
+from workbench.comparison import digest
 from workbench.gating import gate
 from workbench.records import (
     ArtefactPanel,
@@ -159,6 +160,8 @@ def _simulate_answers(run_dir: Path) -> dict[str, Evaluation]:
                                 examples={"http_500": "<b>Internal</b> error"}, latency_median_s=1.5),
         )  # fmt: skip
         records.write_json(run_dir / "eval" / arm / "scores.json", evaluations[arm])
+        for name in {score.samples for score in scores}:  # the comparison stands on these files' bytes, not on rows
+            (run_dir / name).write_text(f"{arm}\n")
         records.write_json(run_dir / "eval" / arm / "mini" / "preflight.json", _preflight(arm))
     return evaluations
 
@@ -227,7 +230,11 @@ def _compare(run_dir: Path, evaluations: dict[str, Evaluation]) -> Comparison:
     for file in run_dir.glob(".*.npy"):
         file.unlink()
     noise = {f"{t.task}|{t.filter}": t.discordance for t in tasks if t.candidate == "source_again"}
-    comparison = Comparison(baseline="source", noise_arm="source_again", tasks=tuple(tasks), noise_floor=noise)
+    names = sorted({score.samples for evaluation in evaluations.values() for score in evaluation.scores})
+    comparison = Comparison(
+        baseline="source", noise_arm="source_again", tasks=tuple(tasks), noise_floor=noise,
+        sources={name: digest(run_dir / name) for name in names},
+    )  # fmt: skip
     records.write_json(run_dir / "comparison.json", comparison)
     return comparison
 

@@ -11,6 +11,7 @@ any number of small losses.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +24,8 @@ from workbench.records import Comparison, TaskComparison, TaskScore, read_json, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaselineTask:
-    """One (task, filter) of one arm. right: a bit an item in the order of (lm-eval task, doc_id), most significant
-    first, as hexadecimal. items_sha256: over these keys with their documents, prompts, targets and settings.
+    """One (task, filter, metric) of one arm. right: a bit an item in the order of (lm-eval task, doc_id), most
+    significant first, as hexadecimal. items_sha256: over these keys with their documents, prompts, targets, settings.
     """
 
     task: str
@@ -66,11 +67,17 @@ def write_baseline(path: Path, baseline: Baseline) -> None:
 
 
 def read_baseline(path: Path) -> Baseline:
-    """Raises ComparisonError for a file that is none."""
+    """Raises ComparisonError for a file that is none, or holds other than one bit an item, naming arm and task."""
     if not path.is_file():
         raise ComparisonError(f"there is no baseline {path}", fix="make it from an accepted run: --update-baseline")
     try:
-        return read_json(Baseline, path)
+        baseline = read_json(Baseline, path)
+        for arm, tasks in baseline.arms.items():
+            for task in tasks:
+                _check_bits(arm, task)
+            if len({(task.task, task.filter, task.metric) for task in tasks}) < len(tasks):
+                raise ValueError(f"arm {arm!r} holds one (task, filter, metric) twice")
+        return baseline
     except (ValueError, TypeError, KeyError) as error:
         raise ComparisonError(f"{path} is no baseline: {error}", fix="restore it from version control") from error
 
@@ -91,15 +98,16 @@ def compare_with_baseline(run_dir: Path, baseline: Baseline) -> Comparison:
         evaluation = read_evaluation(run_dir, arm)
         if evaluation.harness != baseline.harness:
             raise _differs(f"it was scored by {baseline.harness}, this run by {evaluation.harness}", baseline)
-        scores = {(score.task, score.filter): score for score in evaluation.scores}
+        scores = {(score.task, score.filter, score.metric): score for score in evaluation.scores}
         for task in stored:
-            score = scores.get((task.task, task.filter))
+            score = scores.get((task.task, task.filter, task.metric))
+            where = f"task {task.task!r}, filter {task.filter!r}, metric {task.metric!r}"
             if score is None:
-                raise _differs(f"arm {arm!r} has no task {task.task!r}, filter {task.filter!r} any more", baseline)
+                raise _differs(f"arm {arm!r} has no {where} any more", baseline)
             items = read_items(run_dir, score)
             if len(items) != task.n or _fingerprint(items) != task.items_sha256:
                 raise _differs(
-                    f"arm {arm!r}, task {task.task!r}, filter {task.filter!r}: its {task.n} items are not this run's "
+                    f"arm {arm!r}, {where}: its {task.n} items are not this run's "
                     f"{len(items)} (documents, prompts, targets or settings differ)",
                     baseline,
                 )
@@ -128,6 +136,17 @@ def _task(score: TaskScore, items: Mapping[Key, Item]) -> BaselineTask:
     )
 
 
+def _check_bits(arm: str, task: BaselineTask) -> None:
+    """Raise ValueError unless `right` is n bits, filled up with zeros to whole digits."""
+    digits = -(-task.n // 4)
+    sound = task.n > 0 and len(task.right) == digits and re.fullmatch("[0-9a-f]+", task.right)
+    if not sound or int(task.right, 16) & ((1 << (4 * digits - task.n)) - 1):
+        raise ValueError(
+            f"arm {arm!r}, task {task.task!r}: `right` is no {task.n} bits as {digits} hexadecimal digits "
+            f"({len(task.right)} characters, {task.right[:20]!r} …)"
+        )
+
+
 def _bits(task: BaselineTask) -> list[bool]:
     return [bit == "1" for bit in f"{int(task.right, 16):0{4 * len(task.right)}b}"[: task.n]]
 
@@ -137,5 +156,5 @@ def _fingerprint(items: Mapping[Key, Item]) -> str:
     for key in sorted(items):
         item = items[key]
         parts = (*map(str, key), item.document, item.prompt, item.target_hash, item.settings)
-        digest.update("\x1f".join(parts).encode() + b"\x1e")
+        digest.update("\x1f".join(parts).encode(errors="surrogatepass") + b"\x1e")
     return digest.hexdigest()

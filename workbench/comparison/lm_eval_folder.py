@@ -4,21 +4,22 @@
 
 What counts are the sample files (`lm_eval … --log_samples`); of several for one task the newest is taken. The result
 files add what they have: the harness version, shots, which subtasks make a group, which metric is better when lower.
-A missing git_hash, task_hashes, groups or a missing result file stops nothing. A group becomes one row of all its
-subtasks' items; of it, and of a task outside groups, the first filter and metric are primary.
+A missing git_hash, task_hashes, groups or a missing result file stops nothing; one that gives another accuracy or
+another number of documents than the samples do is refused. A group becomes one row of all its subtasks' items; of it,
+and of a task outside groups, the first filter and metric are primary.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from workbench.comparison.leaf import Column, check_results, read_leaf
 from workbench.comparison.pair import EvaluatedArm
-from workbench.comparison.samples import finite_number, read_rows, task_of
+from workbench.comparison.samples import finite_number, task_of
 from workbench.errors import ComparisonError
 from workbench.records import Evaluation, TaskScore
 from workbench.statistics import wilson_interval
@@ -26,39 +27,48 @@ from workbench.statistics import wilson_interval
 UNKNOWN_HARNESS = "lm-eval of an unknown version"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Column:
-    """One (filter, metric) of a leaf task: its items and their sum. binary: all of them are 0 or 1."""
-
-    n: int
-    total: float
-    binary: bool
-
-
-@dataclass(slots=True)
-class _Leaf:
-    path: Path
-    columns: dict[tuple[str, str], _Column] = field(default_factory=dict)
-    unusable: list[str] = field(default_factory=list)
-
-
 def holds_lm_eval_output(folder: Path) -> bool:
     """Whether the folder, or a folder directly in it, has lm-eval's files."""
     return bool(_sample_folders(folder) or list(folder.glob("results_*.json")))
 
 
-def read_lm_eval_folder(folder: Path, name: str) -> EvaluatedArm:
-    """Read one model's output. folder: lm-eval's --output_path, or the model's folder in it.
+def read_lm_eval_folder(
+    folder: Path, name: str, groups_of_baseline: Mapping[str, tuple[str, ...]] | None = None
+) -> EvaluatedArm:
+    """Read one model's output. folder: lm-eval's --output_path, or the model's folder in it. groups_of_baseline: what
+    the baseline pools is pooled here as well, whatever the result files tell.
 
     Raises ComparisonError for a folder of several models, without sample files, or with damaged ones.
     """
     place = _single_folder(folder)
     results = _results(place)
-    merged = _merge(results)
-    leaves = {leaf: _read_leaf(path, merged) for leaf, path in _newest_samples(place).items()}
-    groups = _groups(merged, set(leaves))
+    merged = _merge(content for _, content in results)
+    leaves = {
+        leaf: read_leaf(path, _mapping(merged, "higher_is_better", leaf))
+        for leaf, path in _newest_samples(place).items()
+    }
+    for leaf, found in leaves.items():
+        stamp = _time(found.path)  # a result file older than the samples speaks of others
+        told = _merge(content for time, content in results if time >= stamp or not stamp[:1].isdigit())
+        check_results(found, _mapping(told, "results", leaf), _mapping(told, "n-samples", leaf))
+    groups = _groups(merged, set(leaves)) | _known(groups_of_baseline or {}, set(leaves))
+    unusable = {(leaf, *key): why for leaf, found in leaves.items() for key, why in found.unusable.items()}
+    for group, members in groups.items():
+        for key in {key for member in members for key in leaves[member].unusable}:
+            unusable.setdefault(
+                (group, *key),
+                "; ".join(
+                    f"{member}: {leaves[member].unusable[key]}" for member in members if key in leaves[member].unusable
+                ),
+            )
+    # what cannot be pooled is judged by its subtasks
+    groups = {group: members for group, members in groups.items() if _pooled([leaves[m].columns for m in members])}
     grouped = {leaf for members in groups.values() for leaf in members}
-    notes = [f"{name}: {note}" for leaf in leaves.values() for note in leaf.unusable]
+    notes = [
+        f"{name}: {leaf}: {key[1]} is not compared ({why})"
+        for leaf, found in leaves.items()
+        for key, why in found.unusable.items()
+    ]
     if len(results) > 1:
         notes.append(f"{name}: {len(results)} result files; of each task the newest samples are used")
     scores: list[TaskScore] = []
@@ -99,6 +109,7 @@ def read_lm_eval_folder(folder: Path, name: str) -> EvaluatedArm:
         root=place,
         graded=tuple(graded),
         notes=tuple(notes),
+        unusable=unusable,
         imported=True,
     )
 
@@ -133,8 +144,8 @@ def _time(path: Path) -> str:
     return path.stem.rpartition("_")[2]
 
 
-def _results(folder: Path) -> list[dict[str, Any]]:
-    """Contents of the result files, oldest first."""
+def _results(folder: Path) -> list[tuple[str, dict[str, Any]]]:
+    """(time, content) of the result files, oldest first."""
     found = []
     for path in sorted(folder.glob("results_*.json"), key=_time):
         try:
@@ -146,7 +157,7 @@ def _results(folder: Path) -> list[dict[str, Any]]:
                 f"{path} is not JSON: {error}", fix="delete it: only the sample files are needed"
             ) from error
         if isinstance(content, dict):
-            found.append(content)
+            found.append((_time(path), content))
     return found
 
 
@@ -158,48 +169,6 @@ def _merge(results: Iterable[dict[str, Any]]) -> dict[str, Any]:
             old = merged.get(key)
             merged[key] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
     return merged
-
-
-def _read_leaf(path: Path, merged: dict[str, Any]) -> _Leaf:
-    """Sums of every (filter, metric) of one sample file, in the order of the file."""
-    leaf = _Leaf(path)
-    better_low = {
-        metric for metric, higher in _mapping(merged, "higher_is_better", task_of(path)).items() if higher is False
-    }
-    values: dict[tuple[str, str], list[float]] = {}
-    unusable: dict[tuple[str, str], tuple[int, Any]] = {}  # the first line of each that holds no number
-    for line, row in read_rows(path):
-        for metric in _metrics(row):
-            value = finite_number(row[metric])
-            values.setdefault((row["filter"], metric), []).append(math.nan if value is None else value)
-            if value is None:
-                unusable.setdefault((row["filter"], metric), (line, row[metric]))
-    for key, column in values.items():
-        if key in unusable and not all(map(math.isnan, column)):  # a metric of numbers, some of which are damaged
-            line, found = unusable[key]
-            raise ComparisonError(
-                f"{path}, line {line}: {key[1]} is {str(found)[:40]}, where other documents have numbers",
-                fix="evaluate this arm again",
-            )
-        if any(map(math.isnan, column)) or key[1] in better_low:
-            why = "lower is better" if key[1] in better_low else "not one number for each document"
-            leaf.unusable.append(f"{task_of(path)}: {key[1]} is not compared ({why})")
-        else:
-            leaf.columns[key] = _Column(
-                n=len(column), total=sum(column), binary=all(value in (0.0, 1.0) for value in column)
-            )
-    return leaf
-
-
-_NO_METRIC = frozenset({"doc_id", "repeats", "num_fewshot"})
-
-
-def _metrics(row: dict[str, Any]) -> list[str]:
-    """Names of a row's metrics; lm-eval before 0.4.4 does not list them."""
-    listed = row.get("metrics")
-    if isinstance(listed, list):
-        return [metric for metric in listed if metric in row]
-    return [key for key, value in row.items() if isinstance(value, (bool, int, float)) and key not in _NO_METRIC]
 
 
 def _groups(merged: dict[str, Any], leaves: set[str]) -> dict[str, tuple[str, ...]]:
@@ -218,11 +187,17 @@ def _groups(merged: dict[str, Any], leaves: set[str]) -> dict[str, tuple[str, ..
     return {group: tasks for group, tasks in found.items() if len(tasks) > 1 and group not in leaves}
 
 
+def _known(groups: Mapping[str, tuple[str, ...]], leaves: set[str]) -> dict[str, tuple[str, ...]]:
+    """Groups of another arm, as far as their subtasks have samples here."""
+    found = {group: tuple(leaf for leaf in members if leaf in leaves) for group, members in groups.items()}
+    return {group: members for group, members in found.items() if len(members) > 1 and group not in leaves}
+
+
 def _within(inner: tuple[str, ...], outer: tuple[str, ...]) -> bool:
     return set(inner) < set(outer)
 
 
-def _pooled(parts: list[dict[tuple[str, str], _Column]]) -> dict[tuple[str, str], list[_Column]]:
+def _pooled(parts: list[dict[tuple[str, str], Column]]) -> dict[tuple[str, str], list[Column]]:
     """(filter, metric) that all parts have, in the order of the first."""
     return {key: [part[key] for part in parts] for key in parts[0] if all(key in part for part in parts)}
 
@@ -240,7 +215,9 @@ def _mapping(merged: dict[str, Any], key: str, leaf: str) -> dict[str, Any]:
 
 
 def _seconds(merged: dict[str, Any]) -> float:
+    found = merged.get("total_evaluation_time_seconds")
     try:
-        return float(merged["total_evaluation_time_seconds"])
-    except (KeyError, TypeError, ValueError):
-        return math.nan
+        seconds = float(found) if isinstance(found, str) else finite_number(found)  # lm-eval writes it as text
+    except ValueError:
+        seconds = None
+    return math.nan if seconds is None else seconds

@@ -11,6 +11,7 @@ reported also when it is zero.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,28 +20,28 @@ from workbench.comparison.samples import Item, Key, digest, read_evaluation, rea
 from workbench.errors import ComparisonError
 from workbench.records import Comparison, Evaluation, GradedComparison, TaskComparison, TaskScore
 
+Line = tuple[str, str, str]
+"""(task, filter, metric)"""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluatedArm:
     """One arm's evaluation and where its sample files lie. root: what `TaskScore.samples` is relative to.
 
-    graded: scores of metrics that are not right or wrong (value: their mean). imported: found as plain lm-eval output,
-    so what it lacks is a note and no error.
+    graded: scores of metrics that are not right or wrong (value: their mean). unusable: what cannot be compared, and
+    why. imported: found as plain lm-eval output, so what it lacks is a note and no error.
     """
 
     evaluation: Evaluation
     root: Path
     graded: tuple[TaskScore, ...] = ()
     notes: tuple[str, ...] = ()
+    unusable: Mapping[Line, str] = field(default_factory=dict)
     imported: bool = False
 
     @property
     def name(self) -> str:
         return self.evaluation.arm
-
-
-Line = tuple[str, str, str]
-"""(task, filter, metric)"""
 
 
 @dataclass(slots=True)
@@ -63,8 +64,29 @@ def compare_arms(run_dir: Path, *, baseline: str, candidates: list[str], noise_a
     reference, *others = (
         EvaluatedArm(evaluation=read_evaluation(run_dir, arm), root=run_dir) for arm in (baseline, *arms)
     )
+    check_apart([reference, *others])
     comparison = compare_evaluated(reference, others, noise_arm=noise_arm)
     return replace(comparison, sources=_sample_digests(run_dir, [reference, *others]))
+
+
+def check_apart(arms: list[EvaluatedArm]) -> None:
+    """Refuse two arms that are read from one sample file, by whatever names: it loses nothing to itself.
+
+    Raises ComparisonError naming the file.
+    """
+    seen: dict[tuple[int, int], str] = {}
+    for arm in arms:
+        scores = (*arm.evaluation.scores, *arm.graded)
+        for path in {arm.root / name for score in scores for name in score.samples.split(";")}:
+            if not path.is_file():
+                continue
+            status = path.stat()
+            other = seen.setdefault((status.st_dev, status.st_ino), arm.name)
+            if other != arm.name:
+                raise ComparisonError(
+                    f"{path} is one file for {other!r} and {arm.name!r}: the arm would be compared with itself",
+                    fix="give the folders of two evaluations",
+                )
 
 
 def _sample_digests(run_dir: Path, arms: list[EvaluatedArm]) -> dict[str, str]:
@@ -103,8 +125,14 @@ def compare_evaluated(reference: EvaluatedArm, others: list[EvaluatedArm], noise
                 )
                 found.graded.append(compare_graded(score, base_items, matching, items))
     if not found.tasks and not found.graded:
+        why = "; ".join(
+            f"{arm.name} {line[0]} {line[2]}: {what}"
+            for arm in (reference, *others)
+            for line, what in arm.unusable.items()
+        )
         raise ComparisonError(
-            f"{reference.name!r} and {', '.join(map(repr, arms)) or 'no arm'} have no task in common",
+            f"{reference.name!r} and {', '.join(map(repr, arms)) or 'no arm'} have no task in common"
+            + (f" ({why[:600]})" if why else ""),
             fix="evaluate both on the same tasks, with the samples written (lm-eval: --log_samples)",
         )
     found.tasks.sort(key=lambda task: arms.index(task.candidate))  # stable: tasks stay in the evaluation's order
@@ -126,10 +154,11 @@ def compare_evaluated(reference: EvaluatedArm, others: list[EvaluatedArm], noise
 
 def _unpaired(reference: EvaluatedArm, other: EvaluatedArm) -> tuple[str, ...]:
     """Judged tasks of the reference that the other lacks, or does not score as right or wrong; and the reverse, of
-    tasks that both have. A task that only the other has says nothing about the reference's."""
+    tasks that both have (where the reference's scores may be damaged). A task that only the other has says nothing
+    about the reference's."""
     here, there = reference.evaluation.scores, other.evaluation.scores
     missing = [score.task for score in here if score.primary and _find(there, score) is None]
-    tasks = {score.task for score in (*here, *reference.graded)}
+    tasks = {score.task for score in (*here, *reference.graded)} | {task for task, _, _ in reference.unusable}
     missing += [s.task for s in there if s.primary and s.task in tasks and _find(here, s) is None]
     return tuple(dict.fromkeys(missing))
 

@@ -89,6 +89,13 @@ def read_items(root: Path, score: TaskScore, *, graded: bool = False) -> dict[Ke
                     fix="evaluate this arm again, into an empty folder",
                 )
             items[key] = _item(row, score.metric, graded, f"{path}, line {number}")
+    right = sum(item.value for item in items.values())
+    if len(items) == score.n and not graded and not abs(score.value * score.n - right) < 0.5:
+        raise ComparisonError(
+            f"arm {score.arm!r}, task {score.task!r}, filter {score.filter}: the scores say {score.metric} "
+            f"{score.value:.4f}, the sample files hold {right / score.n:.4f} ({right:.0f} of {score.n})",
+            fix="evaluate this arm again",
+        )
     if len(items) != score.n:
         raise ComparisonError(
             f"arm {score.arm!r}, task {score.task!r}, filter {score.filter}: the sample files hold {len(items)} "
@@ -106,12 +113,13 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         for number, line in enumerate(lines, 1):
             try:
                 row = json.loads(line.decode())
-                if not isinstance(row, dict) or not isinstance(row.get("doc_id"), int) or "resps" not in row:
+                if not isinstance(row, dict) or type(row.get("doc_id")) is not int or "resps" not in row:
                     raise ValueError("not a row of lm-eval's sample files")
                 if "prompt_hash" not in row and not row.get("arguments"):
                     raise ValueError("neither prompt_hash nor arguments: equal prompts cannot be checked")
                 if not isinstance(row.get("filter", ""), str):
                     raise ValueError(f"filter is {row['filter']!r}, expected a name")
+                _request(row.get("arguments"))
             except (ValueError, TypeError, RecursionError) as error:
                 raise ComparisonError(f"{path}, line {number}: {error}", fix="evaluate this arm again") from error
             yield number, {"filter": "none", **row}
@@ -145,7 +153,7 @@ def _item(row: dict[str, Any], metric: str, graded: bool, where: str) -> Item:
     assert value is not None
     document = row["doc"] if isinstance(row.get("doc"), dict) else {}
     prompt, settings = _request(row.get("arguments"))
-    repeated = "repeat" in document and isinstance(document.get("problem"), int)
+    repeated = "repeat" in document and type(document.get("problem")) is int
     return Item(
         value=value,
         prompt=str(row.get("prompt_hash") or _hash(prompt)),
@@ -156,16 +164,20 @@ def _item(row: dict[str, Any], metric: str, graded: bool, where: str) -> Item:
         target=_target(document, str(row.get("target", ""))),
         answer=_answer(row["resps"]),
         stratum=document["category"] if isinstance(document.get("category"), str) else "",
-        problem=int(document["problem"]) if repeated else -1,
+        problem=document["problem"] if repeated else -1,
     )
 
 
 def _request(arguments: Any) -> tuple[str, str]:
-    """(prompt, generation settings as JSON, "" for log-likelihoods) of a row's first request."""
+    """(prompt, generation settings as JSON, "" for log-likelihoods) of a row's first request. Raises ValueError."""
     if isinstance(arguments, dict):
         first = arguments.get("gen_args_0", {})
+        if not isinstance(first, dict):
+            raise ValueError(f"arguments.gen_args_0 is {str(first)[:40]}, expected a mapping with arg_0 and arg_1")
         prompt, second = first.get("arg_0", ""), first.get("arg_1")
     elif isinstance(arguments, list) and arguments and isinstance(arguments[0], list):  # lm-eval before 0.4.3
+        if not arguments[0]:
+            raise ValueError("arguments holds an empty request, expected [prompt, settings]")
         prompt, second = arguments[0][0], arguments[0][1] if len(arguments[0]) > 1 else None
     else:
         return "", ""
@@ -173,7 +185,7 @@ def _request(arguments: Any) -> tuple[str, str]:
 
 
 def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 
 def _hash_document(document: Any) -> str:

@@ -24,7 +24,14 @@ def comparison_text(comparison: Comparison) -> str:
     for key, share in comparison.noise_floor.items():
         lines.append(f"noise floor {key.replace('|', ' ')}: {100 * share:.2f} % of items flip without any change")
     lines += [f"note: {note}" for note in comparison.notes]
-    return "\n".join(lines)
+    return "\n".join(map(one_line, lines))
+
+
+def one_line(text: str) -> str:
+    """Text from files (task, arm and filter names, reasons) as one line: a control character becomes its escape, so
+    that no name can print a line of its own.
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def comparison_json(comparison: Comparison, verdict: Verdict | None = None) -> str:

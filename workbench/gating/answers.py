@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 
+from workbench.gating.evidence import invalid
 from workbench.gating.policy import Policy
 from workbench.records import Comparison, GateCheck, TaskComparison
 from workbench.statistics import ALPHA, holm, judge_loss, more_items_needed
@@ -20,11 +21,30 @@ def check_answers(rules: Policy, comparison: Comparison) -> list[GateCheck]:
     return _judge_all(rules, rows, gated=rules.gated, prefix="accuracy")
 
 
-def check_since_baseline(rules: Policy, since: Comparison, baseline_arm: str) -> list[GateCheck]:
+def check_since_baseline(
+    rules: Policy, since: Comparison, comparison: Comparison | None, baseline_arm: str
+) -> list[GateCheck]:
     """The same, of arms against themselves in the committed baseline. The run's own baseline arm counts as well: where
-    it moved, the engine or the harness changed.
+    it moved, the engine or the harness changed. A judged task of such an arm that the committed baseline lacks is
+    invalid; its other notes are shown.
     """
-    return _judge_all(rules, list(since.tasks), gated=(*rules.gated, baseline_arm), prefix="since baseline")
+    gated = tuple(arm for arm in (baseline_arm, *rules.gated) if arm)
+    stored = {(row.candidate, row.task) for row in since.tasks if row.primary}
+    judged = [row for row in (comparison.tasks if comparison is not None else ()) if row.primary]
+    checks = []
+    for arm in gated:
+        tasks = dict.fromkeys(row.task for row in judged if arm in (row.candidate, baseline_arm))
+        missing = [task for task in tasks if (arm, task) not in stored]
+        for task in missing:
+            reason = f"the committed baseline holds no judged result of {arm} for {task}: nothing says what it was."
+            checks.append(invalid(f"since baseline {task}", arm, reason, rules=rules, task=task))
+        if not tasks and not any(row.candidate == arm for row in since.tasks):
+            checks.append(
+                invalid("since baseline", arm, "the committed baseline was compared with no task of the arm.")
+            )
+    for note in since.notes:
+        checks.append(GateCheck(name="since baseline", arm="", status="reported", reason=note))
+    return checks + _judge_all(rules, list(since.tasks), gated=gated, prefix="since baseline")
 
 
 def check_named(rules: Policy, comparison: Comparison) -> list[GateCheck]:

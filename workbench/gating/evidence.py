@@ -35,17 +35,23 @@ def check_lint(rules: Policy, lint: Mapping[str, LintReport]) -> list[GateCheck]
             )
         )
     unlinted = [arm for arm in rules.gated if lint and arm not in lint]
-    checks += [_invalid("lint", arm, "its checkpoint was not linted, though others were.") for arm in unlinted]
+    checks += [invalid("lint", arm, "its checkpoint was not linted, though others were.") for arm in unlinted]
     return checks
 
 
-def check_evaluations(
-    rules: Policy, comparison: Comparison | None, evaluations: Mapping[str, Evaluation]
+def check_compared(
+    rules: Policy, comparison: Comparison | None, evaluations: Mapping[str, Evaluation] | None
 ) -> list[GateCheck]:
-    """Every gated arm must have been compared, on at least `min_items` items a task, with real answers."""
+    """Every gated arm must have been compared, on at least `min_items` items a task, and its scores be there still."""
     if comparison is None:
-        return [_invalid("evaluation", arm, "no answers were compared with the baseline's.") for arm in rules.gated]
-    checks = []
+        return [invalid("evaluation", arm, "no answers were compared with the baseline's.") for arm in rules.gated]
+    checks = [
+        invalid("evaluation", arm, "its answers were compared, but its scores.json is gone: evaluate it again.")
+        for arm in (comparison.baseline, *rules.gated)
+        if evaluations is not None
+        and arm not in evaluations
+        and any(arm in (task.baseline, task.candidate) for task in comparison.tasks)
+    ]
     primary = [task for task in comparison.tasks if task.primary]
     known = [task for task in dict.fromkeys(task.task for task in primary) if rules.tier(task) != "advisory"]
     for arm in rules.gated:
@@ -53,28 +59,34 @@ def check_evaluations(
         missing = [name for name in known if name not in {task.task for task in judged}]
         if not judged:
             checks.append(
-                _invalid("evaluation", arm, f"the arm has no evaluation to compare with {comparison.baseline}.")
+                invalid("evaluation", arm, f"the arm has no evaluation to compare with {comparison.baseline}.")
             )
         elif missing:
-            checks.append(_invalid("evaluation", arm, f"the arm has no result for {', '.join(missing)}."))
+            checks.append(invalid("evaluation", arm, f"the arm has no result for {', '.join(missing)}."))
         for name in comparison.unpaired.get(arm, ()):
             if name not in missing:
                 reason = (
                     f"{arm} lacks this task, or scores it otherwise than {comparison.baseline}: it was not compared. "
                     f"(A policy may say that it does not count: tiers: {{{name}: advisory}}.)"
                 )
-                checks.append(_invalid(f"evaluation {name}", arm, reason, rules=rules, task=name))
+                checks.append(invalid(f"evaluation {name}", arm, reason, rules=rules, task=name))
         for task in judged:
             if task.n < rules.min_items:
                 reason = f"{task.n} items were scored, the policy asks for {rules.min_items}."
                 checks.append(
-                    _invalid(f"items {task.task}", arm, reason, task.n, rules.min_items, "items", rules, task.task)
+                    invalid(f"items {task.task}", arm, reason, task.n, rules.min_items, "items", rules, task.task)
                 )
+    return checks
+
+
+def check_evaluations(rules: Policy, baseline: str, evaluations: Mapping[str, Evaluation]) -> list[GateCheck]:
+    """What the baseline's, the gated and the reported arms answered: real answers, within the policy's limits."""
+    checks = []
     for arm, evaluation in evaluations.items():
-        if arm == comparison.baseline or arm in rules.gated + rules.reported:
+        if arm == baseline or arm in rules.gated + rules.reported:
             for score in evaluation.scores:
                 if score.primary:
-                    checks += _check_answers(rules, comparison.baseline, arm, score)
+                    checks += _check_answers(rules, baseline, arm, score)
     return checks
 
 
@@ -102,7 +114,7 @@ def check_room(rules: Policy, comparison: Comparison) -> list[GateCheck]:
                 f"{rules.margin(name):g} pp."
             )
             checks.append(
-                _invalid(
+                invalid(
                     f"room to fall {name}", comparison.baseline, reason, room_pp, rules.margin(name), "pp", rules, name
                 )
             )
@@ -142,7 +154,7 @@ def _check_answers(rules: Policy, baseline: str, arm: str, score: TaskScore) -> 
     return checks
 
 
-def _invalid(
+def invalid(
     name: str,
     arm: str,
     reason: str,

@@ -22,9 +22,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from workbench.errors import ConfigError
 from workbench.gating.answers import check_answers, check_named, check_since_baseline
 from workbench.gating.attribution import attribute
-from workbench.gating.evidence import check_evaluations, check_lint, check_room
+from workbench.gating.evidence import check_compared, check_evaluations, check_lint, check_room
 from workbench.gating.layers import Evidence
 from workbench.gating.numerics import check_numerics
 from workbench.gating.policy import Policy, read_policy
@@ -66,11 +67,12 @@ def gate(
 
     comparison None: no answers were compared (a run that stopped at a lint error); then nothing can pass. evaluations,
     servers, equality, numerics, preflights: by arm, as far as there are any; the last two also help to say what made an
-    arm lose (`Verdict.attributions`). since: the run's arms against themselves in the committed
-    baseline. Raises ConfigError for a policy that is not understood.
+    arm lose (`Verdict.attributions`). evaluations None: they are not known; else a compared arm that they lack is
+    invalid. since: the run's arms against themselves in the committed baseline. Raises ConfigError for a policy that is
+    not understood, or that judges no answers beside such a baseline.
     """
     rules = policy if isinstance(policy, Policy) else read_policy(policy)
-    evaluations = evaluations or {}
+    evaluated, evaluations = evaluations is not None, evaluations or {}
     baseline = comparison.baseline if comparison is not None else ""
     rows = _rows(tensors)
     checks: list[GateCheck] = []
@@ -78,14 +80,20 @@ def gate(
     checks += check_weights(rules, rows)
     checks += check_equality(rules, equality or {})
     checks += check_thresholds(rules, evaluations)
+    checks += check_evaluations(rules, baseline, evaluations)
+    if since is not None and not rules.margin_pp:
+        raise ConfigError(
+            f"the policy {rules.name} has no margin_pp: the committed baseline would judge nothing",
+            fix="give the policy a margin_pp, or leave the baseline out",
+        )
     if rules.margin_pp:
-        checks += check_evaluations(rules, comparison, evaluations)
+        checks += check_compared(rules, comparison, evaluations if evaluated else None)
         if comparison is not None:
             checks += check_room(rules, comparison)
             checks += check_answers(rules, comparison)
             checks += check_named(rules, comparison)
         if since is not None:
-            checks += check_since_baseline(rules, since, baseline)
+            checks += check_since_baseline(rules, since, comparison, baseline)
     checks += check_serving(rules, baseline, servers or {}, evaluations, serving_cost)
     checks += check_numerics(rules, numerics or {})
     status = _overall(checks)

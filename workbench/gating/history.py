@@ -55,7 +55,9 @@ class HistoryEntry:
 def append_history(
     path: Path, verdict: Verdict, comparison: Comparison | None, *, run: str, when: str, code: str = ""
 ) -> None:
-    """Add one line. Raises OutputError naming the path; nothing is written to a file that is no history."""
+    """Add one line (also after a last line that lacks its newline). Raises OutputError naming the path; nothing is
+    written to a file that is no history.
+    """
     read_history(path)
     rows = comparison.tasks if comparison is not None else ()
     names = [field.name for field in fields(HistoryFigure) if field.name != "arm"]
@@ -72,11 +74,12 @@ def append_history(
             if row.primary
         ),
     )
+    start = b"" if not path.exists() or path.read_bytes()[-1:] in (b"", b"\n") else b"\n"
     line = json.dumps(plain(asdict(entry)), ensure_ascii=False, allow_nan=False)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as stream:
-            stream.write(line + "\n")
+        with path.open("ab") as stream:
+            stream.write(start + line.encode(errors="backslashreplace") + b"\n")
             stream.flush()
             os.fsync(stream.fileno())
     except OSError as error:
@@ -90,14 +93,19 @@ def read_history(path: Path) -> list[HistoryEntry]:
     if not path.is_file():
         raise OutputError(f"could not append to {path}: no regular file", fix="give another --history file")
     entries = []
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    content = path.read_bytes()
+    lines = content.splitlines()
+    for number, line in enumerate(lines, 1):
         try:
-            content = json.loads(line.decode())
-            figures = tuple(HistoryFigure(**_numbers(figure)) for figure in content.pop("figures"))
-            entries.append(HistoryEntry(**content, figures=figures))
+            entry = json.loads(line.decode())
+            figures = tuple(HistoryFigure(**_numbers(figure)) for figure in entry.pop("figures"))
+            entries.append(HistoryEntry(**entry, figures=figures))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            torn = number == len(lines) and not content.endswith(b"\n")
+            end = " (its end was never written)" if torn else ""
             raise OutputError(
-                f"{path}, line {number} is no entry of a history: {error}", fix="restore it from version control"
+                f"{path}, line {number} is no entry of a history{end}: {error}",
+                fix="delete this last line: its run was stopped" if torn else "restore it from version control",
             ) from error
     return entries
 

@@ -11,7 +11,7 @@
     weights: {min_sqnr_db: 10.0, max_below_median_db: 6.0, min_correlation: 0.95, max_error_correlation: 0.3,
               equal_bytes: true}                   # every matrix against the source; null = unchecked
     serving: {max_ratio: {load_s: 2.0, weight_bytes: 0.4}, max: {ready_s: 300}}    # of the baseline arm's, absolute
-    thresholds: [{task: gsm8k, filter: strict-match, value: 0.95, tolerance: 0.02}]  # fixed accuracies, unpaired
+    thresholds: [{task: gsm8k, filter: strict-match, metric: exact_match, value: 0.95, tolerance: 0.02}]  # unpaired
     evidence: {chance: {mmlu_pro_mini: 0.1}, max_empty_share: 0.05, max_truncated_share: 0.1, max_failed_share: 0.0,
                min_items: 1}
 
@@ -40,12 +40,15 @@ _MOST = 1e15  # no limit of a policy is larger
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Threshold:
-    """A fixed accuracy: `value` less `tolerance` is the least that passes. Proportions. filter "": the primary one."""
+    """A fixed accuracy: `value` less `tolerance` is the least that passes. Proportions. filter "", metric "": any, the
+    task's primary result first.
+    """
 
     task: str
     value: float
     tolerance: float = 0.0
     filter: str = ""
+    metric: str = ""
 
     @property
     def limit(self) -> float:
@@ -130,7 +133,7 @@ def read_policy(settings: Mapping[str, Any]) -> Policy:
         raise ConfigError(f"gate.weights.equal_bytes={equal_bytes!r}", fix="true or false")
     thresholds = _thresholds(settings.get("thresholds"))
     return Policy(
-        name=str(settings.get("name") or "unnamed"),
+        name=_line("unnamed" if settings.get("name") is None else settings["name"], "gate.name"),
         note=str(settings.get("note") or ""),
         gated=gated,
         reported=reported,
@@ -178,8 +181,17 @@ def _names(value: Any, where: str) -> tuple[str, ...]:
     if value is None:
         return ()
     if not isinstance(value, (list, tuple)) or not all(isinstance(name, str) for name in value):
-        raise ConfigError(f"{where}={value!r}", fix="a list of names, e.g. [nvfp4]")
-    return tuple(value)
+        raise ConfigError(f"{where}={str(value)[:80]!r}", fix="a list of names, e.g. [nvfp4]")
+    return tuple(_line(name, where) for name in value)
+
+
+def _line(value: Any, where: str) -> str:
+    """A name: it is printed beside the verdict, and must not print a verdict of its own."""
+    if not isinstance(value, str) or not value.isprintable() or not 0 < len(value) <= 1000 or value == "???":
+        raise ConfigError(
+            f"{where}={str(value)[:80]!r}", fix="a name: one printable line, in quotes where it is a number"
+        )
+    return value
 
 
 def _number(value: Any, where: str, low: float = -math.inf, high: float = math.inf) -> float | None:
@@ -234,7 +246,7 @@ def _limits(value: Any, where: str) -> dict[str, float]:
 
 
 def _thresholds(value: Any) -> tuple[Threshold, ...]:
-    fix = "a list of {task: NAME, value: ACCURACY, tolerance: PROPORTION, filter: NAME}"
+    fix = "a list of {task: NAME, value: ACCURACY, tolerance: PROPORTION, filter: NAME, metric: NAME}"
     if value is None:
         return ()
     if not isinstance(value, (list, tuple)) or not all(isinstance(item, Mapping) for item in value):
@@ -242,14 +254,16 @@ def _thresholds(value: Any) -> tuple[Threshold, ...]:
     found = []
     for place, item in enumerate(value):
         where = f"gate.thresholds[{place}]"
-        _known(item, ("task", "value", "tolerance", "filter"), where)
+        _known(item, ("task", "value", "tolerance", "filter", "metric"), where)
         accuracy = _number(item.get("value"), f"{where}.value", 0.0, 1.0)
         if not isinstance(item.get("task"), str) or accuracy is None:
             raise ConfigError(f"{where} lacks a task or a value", fix=fix)
         tolerance = _number(item.get("tolerance", 0.0), f"{where}.tolerance", 0.0, 1.0) or 0.0
-        found.append(
-            Threshold(task=item["task"], value=accuracy, tolerance=tolerance, filter=str(item.get("filter") or ""))
-        )
+        if accuracy <= tolerance:
+            limit = f"value {accuracy:g} less tolerance {tolerance:g} is a limit of {100 * (accuracy - tolerance):g} %"
+            raise ConfigError(f"{where}: {limit}, which every arm passes", fix="give a tolerance below the value")
+        names = {key: str(item.get(key) or "") for key in ("filter", "metric")}
+        found.append(Threshold(task=item["task"], value=accuracy, tolerance=tolerance, **names))
     return tuple(found)
 
 

@@ -26,6 +26,18 @@ HARNESS_RTOL = 0.08
 GSM8K_QUESTIONS = 1319
 LOSS_IN_QUESTION = 0.05
 """The warning says how often a loss of 5 percentage points passes."""
+MOST_QUESTIONS = 10**9
+# What such files hold beside the threshold says how to serve and to ask, and leaves the threshold alone.
+_SERVED = ("model_name", "num_fewshot", "trust_remote_code", "max_model_len", "tensor_parallel_size", "env")
+GSM8K_KEYS = (
+    *_SERVED, "accuracy_threshold", "num_questions", "tolerance", "server_args", "startup_max_wait_seconds",
+)  # fmt: skip
+HARNESS_KEYS = (
+    *_SERVED, "tasks", "limit", "rtol", "backend", "gen_kwargs", "apply_chat_template", "fewshot_as_multiturn",
+    "add_bos_token", "batch_size", "enforce_eager", "enable_expert_parallel", "enable_thinking", "env_vars",
+    "gpu_memory_utilization", "kv_cache_dtype", "load_format", "max_num_seqs", "moe_backend", "mm_processor_kwargs",
+    "quantization", "dtype",
+)  # fmt: skip
 
 
 def is_foreign_policy(content: Mapping[str, Any]) -> bool:
@@ -34,25 +46,37 @@ def is_foreign_policy(content: Mapping[str, Any]) -> bool:
 
 
 def import_policy(content: Mapping[str, Any], *, name: str) -> tuple[dict[str, Any], list[str]]:
-    """(settings for `read_policy`, with `gated` left to be named; warnings). Raises ConfigError naming the key."""
+    """(settings for `read_policy`, with `gated` left to be named; warnings). Raises ConfigError naming the key, also
+    one that is not of such a file: a margin beside a threshold would be left out without a word.
+    """
     if "accuracy_threshold" in content:
+        _known_keys(content, GSM8K_KEYS, name)
         n = _whole(content.get("num_questions", GSM8K_QUESTIONS), f"{name}: num_questions")
         value = _share(content["accuracy_threshold"], f"{name}: accuracy_threshold")
         tolerance = _share(content.get("tolerance", GSM8K_TOLERANCE), f"{name}: tolerance")
         found = [(Threshold(task="gsm8k", value=value, tolerance=tolerance), n)]
     elif isinstance(content.get("tasks"), list):
+        _known_keys(content, HARNESS_KEYS, name)
         found = _harness_thresholds(content, name)
     else:
         raise ConfigError(
             f"{name} holds neither accuracy_threshold nor tasks with metrics",
             fix="give one of vLLM's gsm8k or lm-eval-harness configurations, or a policy like conf/gate/default.yaml",
         )
+    for threshold, _ in found:
+        if threshold.limit <= 0.0:
+            limit = f"{threshold.value:g} less the tolerance of {threshold.tolerance:g}"
+            raise ConfigError(
+                f"{name}: {_where(threshold)}: {limit} is a limit of {100 * threshold.limit:g} %: every arm passes",
+                fix="give a tolerance (rtol: below 1) that leaves a limit above 0 %",
+            )
     warnings = [_warning(threshold, n) for threshold, n in found]
     settings = {
         "name": name,
         "note": " ".join(warnings),
         "thresholds": [
-            {"task": t.task, "filter": t.filter, "value": t.value, "tolerance": t.tolerance} for t, _ in found
+            {"task": t.task, "filter": t.filter, "metric": t.metric, "value": t.value, "tolerance": t.tolerance}
+            for t, _ in found
         ],
         "evidence": {"min_items": min(n for _, n in found)},
     }
@@ -69,11 +93,16 @@ def check_thresholds(rules: Policy, evaluations: Mapping[str, Evaluation]) -> li
 
 
 def _check(rules: Policy, arm: str, threshold: Threshold, evaluation: Evaluation | None) -> GateCheck:
-    score = _score(evaluation, threshold)
-    name = f"threshold {threshold.task} {threshold.filter}".rstrip()
+    found = _scores(evaluation, threshold)
+    score = found[0] if len(found) == 1 else None
+    name = f"threshold {_where(threshold)}"
     value = math.nan
     if score is None:
-        status, reason = "invalid", f"the arm has no result for {threshold.task} {threshold.filter}".rstrip() + "."
+        several = ", ".join(f"{score.filter} {score.metric}" for score in found)
+        status = "invalid"
+        reason = f"the arm has {'several results' if found else 'no result'} for {_where(threshold)}" + (
+            f": {several}; name the metric." if found else "."
+        )
     elif score.n < rules.min_items:
         status, reason = "invalid", f"{score.n} items were scored, the threshold is meant for {rules.min_items}."
     else:
@@ -97,12 +126,20 @@ def _check(rules: Policy, arm: str, threshold: Threshold, evaluation: Evaluation
     )
 
 
-def _score(evaluation: Evaluation | None, threshold: Threshold) -> TaskScore | None:
-    for score in evaluation.scores if evaluation is not None else ():
-        wanted = score.filter == threshold.filter if threshold.filter else score.primary
-        if score.task == threshold.task and wanted:
-            return score
-    return None
+def _scores(evaluation: Evaluation | None, threshold: Threshold) -> list[TaskScore]:
+    """The results that a threshold speaks of: one, if it is to be judged."""
+    found = [
+        score
+        for score in (evaluation.scores if evaluation is not None else ())
+        if score.task == threshold.task
+        and threshold.filter in ("", score.filter)
+        and threshold.metric in ("", score.metric)
+    ]
+    return [score for score in found if score.primary][:1] or found
+
+
+def _where(threshold: Threshold) -> str:
+    return " ".join(part for part in (threshold.task, threshold.filter, threshold.metric) if part)
 
 
 def _harness_thresholds(content: Mapping[str, Any], name: str) -> list[tuple[Threshold, int]]:
@@ -114,9 +151,18 @@ def _harness_thresholds(content: Mapping[str, Any], name: str) -> list[tuple[Thr
         if not isinstance(metrics, list) or not isinstance(task.get("name"), str):
             raise ConfigError(f"{name}: a task has no name or no metrics", fix="see vLLM's lm-eval-harness configs")
         for metric in metrics:
-            value = _share(metric.get("value"), f"{name}: value of {metric.get('name')}")
-            filter_name = str(metric.get("name", "")).partition(",")[2]
-            found.append((Threshold(task=task["name"], value=value, tolerance=rtol * value, filter=filter_name), n))
+            said = metric.get("name") if isinstance(metric, Mapping) else None
+            if not isinstance(said, str) or not said:
+                raise ConfigError(
+                    f"{name}: a metric of {task['name']} is {str(metric)[:40]}",
+                    fix='give {name: "exact_match,strict-match", value: 0.75}',
+                )
+            value = _share(metric.get("value"), f"{name}: value of {said}")
+            which, _, filter_name = said.partition(",")
+            threshold = Threshold(
+                task=task["name"], value=value, tolerance=rtol * value, filter=filter_name, metric=which
+            )
+            found.append((threshold, n))
     if not found:
         raise ConfigError(f"{name}: no metric has a value", fix="see vLLM's lm-eval-harness configs")
     return found
@@ -130,9 +176,8 @@ def _warning(threshold: Threshold, n: int) -> str:
         if math.isinf(least)
         else (f"a loss is found in 80 % of runs from {100 * least:.1f} pp on")
     )
-    where = f"{threshold.task} {threshold.filter}".rstrip()
     return (
-        f"{where} >= {100 * threshold.limit:.1f} % of {n} questions is a fixed threshold. "
+        f"{_where(threshold)} >= {100 * threshold.limit:.1f} % of {n} questions is a fixed threshold. "
         f"{_power_sentence(power.passes_loss(LOSS_IN_QUESTION))}; {finds}. A paired margin sees more (docs/gating.md)."
     )
 
@@ -141,13 +186,24 @@ def _power_sentence(passes: float) -> str:
     return f"It alone passes an arm that truly lost {100 * LOSS_IN_QUESTION:g} pp in {100 * passes:.1f} % of runs"
 
 
+def _known_keys(content: Mapping[str, Any], known: tuple[str, ...], name: str) -> None:
+    unknown = [str(key) for key in content if key not in known]
+    if unknown:
+        raise ConfigError(
+            f"{name} holds {', '.join(unknown)[:200]}, which is no key of vLLM's file with a threshold",
+            fix="delete it; or write a policy like conf/gate/default.yaml, with the threshold under `thresholds`",
+        )
+
+
 def _share(value: Any, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value <= 1.0:
-        raise ConfigError(f"{where} is {value!r}", fix="a proportion from 0 to 1")
+        raise ConfigError(f"{where} is {str(value)[:40]}", fix="a proportion from 0 to 1")
     return float(value)
 
 
 def _whole(value: Any, where: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{where} is {value!r}", fix="a whole number of questions")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_QUESTIONS:
+        raise ConfigError(
+            f"{where} is {str(value)[:40]!r}", fix=f"a whole number of questions, up to {MOST_QUESTIONS:,}"
+        )
     return value

@@ -1,0 +1,194 @@
+"""A comparison is believed only where it is of the answers that lie in the run, and adds up; `compare` of two arms says
+what `gate` says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lm_eval_output import TIME, row, table, write_samples
+
+from workbench import cli
+from workbench.records import Evaluation, TaskScore, read_json, write_json
+
+LATER = "2026-06-02T03-04-05.000006"
+GOOD = (1200, 3, 4, 112)
+BAD = (600, 600, 0, 119)
+
+
+def evaluate(
+    run: Path, arm: str, tasks: dict[str, list[bool]], model: str = "m", time: str = TIME, **counts: int
+) -> None:
+    """As `workbench evaluate` leaves an arm: scores.json and the sample files, under two filters."""
+    scores = []
+    for task, right in tasks.items():
+        rows = [row(i, float(v), filter_name=f) for f in ("strict", "flexible") for i, v in enumerate(right)]
+        path = write_samples(run / "eval" / arm / model, task, rows, time)
+        for name in ("strict", "flexible"):
+            scores.append(
+                TaskScore(
+                    arm=arm, task=task, filter=name, metric="exact_match", n=len(right), value=sum(right) / len(right),
+                    low=0.0, high=1.0, num_fewshot=0, samples=str(path.relative_to(run)), primary=name == "strict",
+                    **{"empty": 0, "truncated": 0, "failed": 0, **counts},
+                )
+            )  # fmt: skip
+    evaluation = Evaluation(
+        arm=arm, scores=tuple(scores), command=(), harness="lm-eval 0.4.13", request_order="forward", concurrency=1,
+        seconds=1.0,
+    )  # fmt: skip
+    write_json(run / "eval" / arm / "scores.json", evaluation)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    for arm, right in zip(("source", "nvfp4"), table(*GOOD), strict=True):
+        evaluate(tmp_path / "run", arm, {"gsm8k": right})
+    assert cli.main(["compare", str(tmp_path / "run")]) == 0
+    return tmp_path / "run"
+
+
+def judge(run: Path, *flags: str) -> int:
+    return cli.main(["gate", str(run), "--gated", "nvfp4", "--policy", "default", *flags])
+
+
+def test_two_arms_compared_get_the_verdict_of_their_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [str(run / "eval" / arm) for arm in ("source", "nvfp4")]
+    assert (judge(run), cli.main(["compare", *folders])) == (0, 0)
+    evaluate(run, "nvfp4", {"gsm8k": table(*GOOD)[1]}, failed=80, truncated=900, empty=500)
+    assert cli.main(["compare", str(run)]) == 0
+    for command in (["gate", str(run), "--gated", "nvfp4", "--policy", "default"], ["compare", *folders]):
+        capsys.readouterr()
+        assert cli.main(command) == 2
+        printed = capsys.readouterr().out
+        for what in ("empty", "truncated", "failed"):
+            assert f"inconclusive: {what} answers gsm8k" in printed
+
+
+def _again_elsewhere(run: Path) -> None:
+    evaluate(run, "nvfp4", {"gsm8k": table(*BAD)[1]}, model="served-otherwise", time=LATER)
+
+
+def _again_beside(run: Path) -> None:
+    evaluate(run, "nvfp4", {"gsm8k": table(*BAD)[1]}, time=LATER)
+
+
+def _another_task(run: Path) -> None:
+    for arm, good, bad in zip(("source", "nvfp4"), table(*GOOD), table(*BAD), strict=True):
+        evaluate(run, arm, {"gsm8k": good, "mmlu": bad})
+
+
+def _edit(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    def edit(run: Path) -> None:
+        content = json.loads((run / "comparison.json").read_text())
+        change(content)
+        (run / "comparison.json").write_text(json.dumps(content))
+
+    return edit
+
+
+def _no_candidate(content: dict[str, Any]) -> None:
+    content["sources"] = {name: known for name, known in content["sources"].items() if "/source/" in name}
+
+
+def _figure(key: str, value: Any) -> Callable[[Path], None]:
+    return _edit(lambda content: content["tasks"][0].__setitem__(key, value))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_again_elsewhere, "does not compare eval/nvfp4/served-otherwise/samples_gsm8k"),
+        (_again_beside, "does not compare eval/nvfp4/m/samples_gsm8k_2026-06"),
+        (_another_task, "does not compare eval/source/m/samples_mmlu"),
+        (_edit(lambda content: content.pop("sources")), "`sources` is empty"),
+        (_edit(_no_candidate), "does not compare eval/nvfp4/m/samples_gsm8k"),
+        (_figure("n", -5), "do not add up to n -5"),
+        (_figure("n", 10**9), "do not add up to n 1000000000"),
+        (_figure("lost", -1), "lost -1, gained 4, neither 112 do not add up"),
+        (_figure("p_loss", None), "p_loss is nan, expected 0 to 1"),
+        (_figure("p_loss", 0.01), "p_loss is 0.01, the table gives 0.773"),
+        (_figure("candidate_value", 0.1), "is not the difference of"),
+        (_figure("loss_upper95_pp", -5.0), "lies outside its own bounds"),
+        (_figure("loss_upper95_pp", None), "loss_upper95_pp is nan"),
+    ],
+)
+def test_what_is_stale_or_does_not_add_up_is_to_be_compared_again(
+    run: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None], message: str
+) -> None:
+    damage(run)
+    assert judge(run) == 3
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert f"fix: compare again: workbench compare {run} --baseline source" in printed
+    assert cli.main(["compare", str(run)]) == 0  # and that is the way out
+    assert judge(run) == (1 if damage in (_again_elsewhere, _again_beside, _another_task) else 0)
+
+
+def test_an_arm_without_scores_is_invalid(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "eval" / "nvfp4" / "scores.json").unlink()
+    assert judge(run) == 2
+    assert (
+        "Invalid: nvfp4: evaluation. its answers were compared, but its scores.json is gone" in capsys.readouterr().out
+    )
+
+
+def test_scores_of_another_accuracy_or_number_than_the_samples_are_refused(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run / "eval" / "nvfp4" / "scores.json"
+    evaluation = read_json(Evaluation, path)
+    for value in (0.2, float("nan")):
+        scores = tuple(dataclasses.replace(score, value=value) for score in evaluation.scores)
+        write_json(path, dataclasses.replace(evaluation, scores=scores))
+        assert cli.main(["compare", str(run)]) == 3
+        assert f"the scores say exact_match {value:.4f}, the sample files hold 0.9128" in capsys.readouterr().err
+    scores = tuple(dataclasses.replace(score, n=1300) for score in evaluation.scores)
+    write_json(path, dataclasses.replace(evaluation, scores=scores))
+    assert judge(run) == 3
+    assert "n is 1319, the scores of nvfp4 say 1300" in capsys.readouterr().err
+
+
+def test_two_arms_of_one_file_are_not_compared(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours, theirs = (run / "eval" / arm / "m" / f"samples_gsm8k_{TIME}.jsonl" for arm in ("nvfp4", "source"))
+    ours.unlink()
+    ours.symlink_to(theirs)
+    assert cli.main(["compare", str(run)]) == 3
+    assert "is one file for 'source' and 'nvfp4'" in capsys.readouterr().err
+    assert judge(run) == 3
+
+
+def test_a_committed_baseline_that_lacks_what_is_judged_is_no_pass(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "baseline.json"
+    assert judge(run, "--baseline", str(path), "--update-baseline") == 0
+    assert judge(run, "--baseline", str(path)) == 0
+    stored = json.loads(path.read_text())
+    source, nvfp4 = stored["arms"]["source"], stored["arms"]["nvfp4"]
+    for arms in ({}, {"source": source}, {"source": source, "nvfp4": []}, {"source": source, "nvfp4": nvfp4[1:]}):
+        path.write_text(json.dumps({**stored, "arms": arms}))
+        capsys.readouterr()
+        assert judge(run, "--baseline", str(path)) == 2
+        assert "since baseline gsm8k" in capsys.readouterr().out
+    path.write_text(json.dumps({**stored, "arms": {**stored["arms"], "gone": source}}))
+    assert judge(run, "--baseline", str(path)) == 0
+    assert "reported: since baseline: arm 'gone' of the baseline is not in this run" in capsys.readouterr().out
+
+
+def test_a_torn_history_stops_the_gate_before_it_judges(run: Path, tmp_path: Path) -> None:
+    history = tmp_path / "h.jsonl"
+    assert judge(run, "--history", str(history)) == 0
+    (run / "verdict.json").unlink()
+    whole = history.read_bytes()
+    history.write_bytes(whole + whole[:50])
+    assert judge(run, "--history", str(history)) == 3
+    assert history.read_bytes() == whole + whole[:50]
+    assert not (run / "verdict.json").exists()
+    history.write_bytes(whole.rstrip(b"\n"))
+    assert judge(run, "--history", str(history)) == 0
+    assert len(history.read_bytes().splitlines()) == 2
