@@ -298,7 +298,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--max-length", type=_whole(1, MOST_TOKENS), default=2048)
     evaluate.add_argument("--api", default="completions", choices=["completions", "chat"])
     evaluate.add_argument("--chat-template", action="store_true", help="lay prompts out with the tokenizer's template")
-    evaluate.add_argument("--thinking", default="", metavar="TAG", help="what ends a think block, e.g. </think>")
+    evaluate.add_argument("--thinking", type=_text, metavar="TAG", help="what ends a think block, e.g. </think>")
     evaluate.add_argument("--thinking-budget", type=_whole(0, MOST_TOKENS), default=0, metavar="TOKENS")
     evaluate.add_argument("--probe", action="store_true", help="time a few short answers first, and say what to expect")
     evaluate.add_argument(
@@ -306,6 +306,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     evaluate.add_argument("--baseline-dir", type=_path, metavar="RUN/eval/ARM", help="compare answer lengths with it")
     evaluate.add_argument("--out", type=_path, required=True, metavar="RUN")
+    evaluate.add_argument("--replace", action="store_true", help="drop a finished evaluation of this arm in RUN")
 
     logprobs = add("logprobs", answer_commands.logprobs, "an endpoint's top-k log-probabilities of a text, for kld")
     logprobs.add_argument("url", help="base URL, ending in /v1")

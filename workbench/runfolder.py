@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
-import fcntl
 import importlib.metadata
 import os
 import platform
@@ -48,8 +46,7 @@ class RunFolder:
             self._measured_on = (before.device, before.device_peak_bytes)
 
     def close(self) -> None:
-        self._lock.close()
-        (self.path / ".lock").unlink(missing_ok=True)
+        records.give_lock(self._lock)
 
     @contextlib.contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -157,22 +154,9 @@ def _latest(parent: Path) -> Path:
 
 
 def _lock(path: Path) -> TextIO:
-    try:
-        lock = open(path / ".lock", "w")  # noqa: SIM115 - held until the run closes
-    except OSError as error:
-        raise OutputError(
-            f"cannot write in {path}: {error.strerror}", fix="choose another: paths.out=FOLDER"
-        ) from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        lock.close()
-        if error.errno not in (errno.EACCES, errno.EAGAIN):
-            raise OutputError(
-                f"cannot lock {path / '.lock'}: {error.strerror}", fix="put the runs on a local disk: paths.out=FOLDER"
-            ) from error
-        raise ConfigError(f"another process is running in {path}", fix="wait for it, or stop it first") from error
-    return lock
+    return records.take_lock(
+        path / ".lock", f"another process is running in {path}", elsewhere="choose another: paths.out=FOLDER"
+    )
 
 
 def _difference(before: str, now: str) -> str:

@@ -71,12 +71,15 @@ def in_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import workbench.evaluation.run as run
     from workbench.evaluation._harness import evaluate_request
 
-    def harness(command: Any, environment: Any, log: Path, arm: str, progress: Any, watch: Any) -> dict[str, Any]:
+    def harness(
+        command: Any, environment: Any, log: Path, arm: str, progress: Any, watch: Any, failed: Any
+    ) -> dict[str, Any]:
         events = io.StringIO()
         result = evaluate_request(json.loads(Path(command[-1]).read_text()), events)
-        for line in events.getvalue().splitlines():
-            if progress is not None:
-                progress(*json.loads(line)["progress"])
+        for event in map(json.loads, events.getvalue().splitlines()):
+            for name, told in (("progress", progress), ("failed", failed)):
+                if name in event and told is not None:
+                    told(*event[name])
         return dict(json.loads(json.dumps(result)))
 
     monkeypatch.setattr(run, "run_harness", harness)

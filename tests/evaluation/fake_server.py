@@ -37,8 +37,9 @@ def _log_sum(shift: int) -> float:
 class FakeServer:
     """payloads: the requests in order of arrival. answer(prompt) -> text, (text, finish_reason), or None for HTTP
     500. fault(n) -> what request number n (from 0, in order of arrival) meets: None, "429", "404", "hang", "reset",
-    "null", "truncated", "no_choices", "short" (too few log-probabilities), "slow". latency_s: of every answer.
-    template: text that the server's own chat template adds, counted with the prompt; most_tokens: a limit of its own.
+    "null", "truncated", "no_choices", "short" (too few log-probabilities), "slow", "redirect". latency_s: of every
+    answer. change(answer): alters the JSON of an answer in place. template: text that the server's own chat
+    template adds, counted with the prompt; most_tokens: a limit of its own.
     """
 
     def __init__(self, answer: Answer, decode: Callable[[list[int]], str] | None = None) -> None:
@@ -53,6 +54,7 @@ class FakeServer:
         self.template = ""
         self.most_tokens: int | None = None
         self.retry_after = "0"
+        self.change: Callable[[dict[str, Any]], Any] = lambda answer: None
         self.models: list[dict[str, Any]] | None = None
         self.echo = True
         self.logprob: Callable[[int, int], float] = logprob_of
@@ -74,6 +76,7 @@ class FakeServer:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 number = len(outer.payloads)
                 status, answer = outer._respond(body)
+                outer.change(answer)
                 if outer.latency_s:
                     time.sleep(outer.latency_s)
                 self._misbehave(outer.fault(number) if status == 200 else None, status, answer)
@@ -82,6 +85,8 @@ class FakeServer:
                 data = json.dumps(answer).encode()
                 if fault in ("429", "404", "400"):
                     self._send(int(fault), b'{"error": "as told"}', {"Retry-After": outer.retry_after})
+                elif fault == "redirect":
+                    self._send(302, b"", {"Location": "http://127.0.0.1:9/"})
                 elif fault == "hang":
                     outer.closing.wait(HANG_S)
                     self.close_connection = True

@@ -86,6 +86,7 @@ class _Endpoint(LocalCompletionsAPI):
         )
         self.before_first: Callable[[], None] = lambda: None
         self.on_progress: Callable[[int, int], None] = lambda done, total: None
+        self.on_failure: Callable[[int, str], None] = lambda count, message: None
         self.asked: list[Asked] = []
         self.failures: dict[str, str] = {}
         self.scored_tokens: dict[tuple[str, int], int] = {}  # of rolling requests, by (task, document)
@@ -104,7 +105,11 @@ class _Endpoint(LocalCompletionsAPI):
                 self._check_length(len(prompt), self.answer_budget(settings), request)
             bodies.append(encode_payload(self.generation_payload(prompt, settings, _repeat(request))))
         keys = [payload_key(body) for body in bodies]
-        self._ask(bodies, keys, requests, self._order(requests), lambda i, answer: read_completion(answer, self.api))
+
+        def read(i: int, answer: dict[str, Any]) -> dict[str, Any]:
+            return read_completion(answer, self.api, model=self.model)
+
+        self._ask(bodies, keys, requests, self._order(requests), read)
         return [self.visible(key, request.args[1]) for key, request in zip(keys, requests, strict=True)]
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -174,11 +179,15 @@ class _Endpoint(LocalCompletionsAPI):
         return int(own) + self.thinking_budget
 
     def visible(self, key: str, settings: dict[str, Any]) -> str:
-        """The text of an answer as lm-eval scores it; "" for null, for a failed request and for an open think block."""
+        """The text of an answer as lm-eval scores it; "" for null, for a failed request and for an open think block.
+
+        A lone surrogate, which no UTF-8 file holds, is scored as its escape (backslash, u, four digits); the journal
+        and `raw` keep it.
+        """
         answer = self.journal.answers.get(key)
         if answer is None or answer.text is None:
             return ""
-        text, stops = answer.text, stop_list(settings)
+        text, stops = answer.text.encode(errors="backslashreplace").decode(), stop_list(settings)
         if self.thinking:
             return cut_at_stops(
                 split_thinking(text, answer.finish_reason, end=self.thinking, reasoning=answer.reasoning).answer, stops
@@ -225,14 +234,14 @@ class _Endpoint(LocalCompletionsAPI):
 
         def keep(place: int, fields: dict[str, Any], seconds: float, attempts: int) -> None:
             key = keys[todo[place]]
-            if fields.get("text", "") is None:
-                self.transport.note("null_content", f"{self.base_url} sent null in place of a text")
+            for kind, message in fields.pop("odd").items():
+                self.transport.note(kind, f"{self.base_url}: {message}")
             self.journal.add(Answer(key=key, seconds=round(seconds, 6), attempts=attempts, **fields))
             advance(key)
 
         def fail(place: int, message: str) -> None:
             self.failures[keys[todo[place]]] = message
-            advance(keys[todo[place]])
+            self.on_failure(sum(waiting[key] for key in self.failures), message)
 
         self.transport.ask([bodies[i] for i in todo], lambda place, answer: read(todo[place], answer), keep, fail)
 

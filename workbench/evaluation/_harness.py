@@ -59,6 +59,9 @@ def evaluate_request(request: dict[str, Any], events: TextIO) -> dict[str, Any]:
     from workbench.evaluation.tasks import build_tasks
 
     built = build_tasks(tuple(load_spec(spec) for spec in request["tasks"]), Path(request["data_dir"]))
+    for entry in built:
+        for task in entry.tasks:
+            _check_shots(entry.spec, task)
     counts = {task.task_name: _count_documents(entry.spec, task) for entry in built for task in entry.tasks}
     limited = {task.task_name for entry in built if entry.spec.limit is not None for task in entry.tasks}
 
@@ -69,6 +72,7 @@ def evaluate_request(request: dict[str, Any], events: TextIO) -> dict[str, Any]:
     request["model_args"] = model_args
     client = (ChatClient if request["api"] == "chat" else CompletionsClient)(**request["client"], **model_args)
     client.on_progress = lambda done, total: _emit(events, {"progress": [done, total]})
+    client.on_failure = lambda count, message: _emit(events, {"failed": [count, message]})
     client.before_first = lambda: _preflight(built, client, counter, request)
     tracker = EvaluationTracker(output_path=request["output_dir"])
     try:
@@ -203,6 +207,21 @@ def _count_documents(spec: Any, task: Any) -> int:
             fix=f"lower limit to {distinct}, or set it to null for all",
         )
     return int(spec.limit * spec.repeats)
+
+
+def _check_shots(spec: Any, task: Any) -> None:
+    """Refuse more shots than the task has documents to take them from (its own document is never one)."""
+    wanted = task.get_config("num_fewshot") or 0
+    if not wanted:
+        return
+    available = len(list(task.fewshot_docs()))
+    own = task.fewshot_cfg.split is not None and task.fewshot_cfg.split == task.config.test_split
+    if wanted > available - own:
+        raise EvaluationError(
+            f"task {spec.name!r}: num_fewshot is {wanted}, but {task.task_name} has {available} training documents to "
+            f"take shots from{', the one that is asked included' if own else ''}",
+            fix=f"lower num_fewshot to {max(0, available - own)} or less",
+        )
 
 
 def _emit(events: TextIO, event: dict[str, Any]) -> None:

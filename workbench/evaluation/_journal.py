@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workbench.records import write_text
+from workbench.records import json_text, write_text
 
 FSYNC_S = 1.0
 
@@ -54,7 +54,7 @@ class Answer:
 
 def encode_payload(payload: dict[str, Any]) -> bytes:
     """The bytes that are sent: JSON with sorted keys, so that equal payloads are equal bytes."""
-    return json.dumps(payload, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode()
+    return json_text(payload, sort_keys=True, separators=(",", ":")).encode()
 
 
 def payload_key(body: bytes) -> str:
@@ -84,7 +84,7 @@ class Journal:
     def add(self, answer: Answer) -> None:
         """Append one answer. Constant cost, however many there are."""
         self.answers[answer.key] = answer
-        self._stream.write(json.dumps(dataclasses.asdict(answer), ensure_ascii=False) + "\n")
+        self._stream.write(json_text(dataclasses.asdict(answer)) + "\n")
         self._stream.flush()
         if time.monotonic() - self._synced >= FSYNC_S:
             self._sync()

@@ -12,6 +12,7 @@ from typing import Any
 
 from workbench.evaluation._client import stop_list
 from workbench.evaluation.spec import TaskSpec
+from workbench.records import json_text
 
 TARGETS = 200
 """Shots and gold answers looked at per task, each."""
@@ -111,5 +112,5 @@ def _text(target: Any) -> str:
 def _fingerprint(values: Any) -> str:
     digest = hashlib.sha256()
     for value in values:
-        digest.update(json.dumps(value, sort_keys=True, default=str, ensure_ascii=False).encode() + b"\n")
+        digest.update(json_text(value, sort_keys=True, default=str).encode() + b"\n")
     return digest.hexdigest()[:16]

@@ -23,6 +23,7 @@ def run_harness(
     arm: str,
     progress: Callable[[int, int], None] | None,
     watch: Callable[[], None] | None,
+    failed: Callable[[int, str], None] | None = None,
 ) -> dict[str, Any]:
     """Run the child to its result. Whatever happens here, it is gone afterwards."""
     with log.open("w", encoding="utf-8") as log_stream:
@@ -41,6 +42,9 @@ def run_harness(
                 if "progress" in event:
                     if progress is not None:
                         progress(*event["progress"])
+                elif "failed" in event:
+                    if failed is not None:
+                        failed(*event["failed"])
                 else:
                     final = event
             status = child.wait()

@@ -13,7 +13,7 @@ from typing import Any
 
 from workbench.evaluation._journal import Answer
 from workbench.evaluation.thinking import leaks, split_thinking
-from workbench.records import write_text
+from workbench.records import json_text, write_text
 
 
 def request_rows(
@@ -61,7 +61,7 @@ def write_requests(folder: Path, rows: dict[str, list[dict[str, Any]]]) -> None:
     """One file a task, in the order of documents."""
     for task, found in rows.items():
         ordered = sorted(found, key=lambda row: (row["doc_id"], row["idx"]))
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ordered)
+        text = "".join(json_text(row) + "\n" for row in ordered)
         write_text(requests_path(folder, task), text)
 
 

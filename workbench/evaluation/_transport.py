@@ -7,7 +7,7 @@ A fixed number of workers share one iterator, so a request costs the same howeve
 sent as soon as an answer is in. What is retried: HTTP 408, 409, 425, 429 and 5xx, resets, answers cut short or of the
 wrong shape (`retries` times, waiting 1, 2, 4, … seconds or what Retry-After says), timeouts (once: they are long).
 What is left then fails one request (`fail` is called), not the run. The run ends when going on is pointless: the server
-is gone, it refuses the key, path or model, or more than 2 % of the requests (at least 2) have failed.
+is gone, it refuses the key, path or model, it redirects, or more than 2 % of the requests (at least 2) have failed.
 """
 
 from __future__ import annotations
@@ -181,9 +181,10 @@ class Transport:
         import aiohttp
 
         try:
-            async with session.post(self.url, data=body) as response:
-                status, text = response.status, await response.text(errors="replace")
+            async with session.post(self.url, data=body, allow_redirects=False) as response:
+                status, text = response.status, (await response.read()).decode("utf-8", errors="replace")
                 after = _retry_after_s(response.headers.get("Retry-After", ""))
+                target = response.headers.get("Location", "")
         except TimeoutError as error:
             message = f"{self.url} did not answer within {self.timeout_s:g} s"
             raise _Fault("timeout", message, again=True) from error
@@ -195,11 +196,15 @@ class Transport:
         except (aiohttp.ClientError, ConnectionError) as error:
             message = f"{self.url} closed the connection in place of an answer ({type(error).__name__}: {error})"
             raise _Fault("reset", message, again=True) from error
+        if 300 <= status < 400:
+            raise EvaluationError(
+                f"{self.url} redirects (HTTP {status}) to {target or 'nowhere'}", fix="give that server's own address"
+            )
         if status != 200:
             self._refuse(status, text, after)
         try:
             answer = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             message = f"{self.url}: the answer is no whole JSON: {error}; it ends in {text[-80:]!r}"
             raise _Fault("truncated_json", message, again=True) from error
         if not isinstance(answer, dict):
@@ -234,5 +239,5 @@ def _retry_after_s(header: str) -> float:
         pass
     try:
         return max(0.0, email.utils.parsedate_to_datetime(header).timestamp() - time.time())
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return 0.0

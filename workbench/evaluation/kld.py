@@ -28,13 +28,13 @@ m = min(m_p, P_rest),
     KL <= sum_S p log(p/q) + sum_A p (log p + F) + P_rest (log m + F).
 
 F = 149 ln 2 by default: the smallest positive float32 is 2^-149. The distance of the bounds is about F times the mass
-outside S: raise k to close it, or state a tighter floor that you know of.
+outside S: raise k to close it, or state a tighter floor that you know of. A token that an engine reports with
+probability 0 (-inf, or vLLM's -9999 for it) is taken at exp(-F), the floor's own claim; a smaller finite value that the
+arm reports lowers the floor. What no softmax can give is refused before anything is judged (`_logprob_file`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -44,16 +44,26 @@ from typing import Any
 from workbench.errors import EvaluationError
 from workbench.evaluation._intervals import LEAST, ratio_interval
 from workbench.evaluation._journal import encode_payload
-from workbench.evaluation._transport import BadAnswer, Transport
+from workbench.evaluation._logprob_file import (
+    ZERO_LOG,
+    Position,
+    check_pairs,
+    finished_windows,
+    header_line,
+    read_echo,
+    read_file,
+    window_line,
+)
+from workbench.evaluation._transport import Transport
 from workbench.evaluation.run import completions_url
-from workbench.records import Bounded, Divergence, write_text
+from workbench.records import Bounded, Divergence, hold_lock, write_text
 
 FLOAT32_FLOOR_NATS = 149 * math.log(2)
 RESAMPLES = 500
+SMALLEST = 1e-300
+"""What a probability that underflowed is divided by."""
 ROUNDING = 1e-6
 """What a sum of probabilities, each from a float32 logarithm, may be off by."""
-Position = tuple[str, dict[str, float]]
-"""(the actual token, {token: log-probability in nats}) at one place of a window"""
 
 
 def cut_windows(text: str, tokenizer: Path, *, tokens: int, count: int) -> list[list[int]]:
@@ -87,53 +97,56 @@ def collect_logprobs(
 
     name: how the arm is called (default: the model). A window that `path` holds already, for the same endpoint
     (`fingerprint`), model, text and k, is not asked again; under fingerprint "" everything is asked. Raises
-    EvaluationError if the endpoint does not echo k log-probabilities a token (vLLM: `--max-logprobs`).
+    EvaluationError if the endpoint does not echo k possible log-probabilities a token (vLLM: `--max-logprobs`), naming
+    window, position and token; ConfigError while another process writes `path`.
     """
     settings = {"echo": True, "logprobs": k, "max_tokens": 1, "temperature": 0, "return_tokens_as_token_ids": True}
     bodies = [encode_payload({"model": model, "prompt": [list(window)], **settings}) for window in windows]
-    header = json.dumps(
-        {"name": name or model, "model": model, "fingerprint": fingerprint or f"unknown {time.time_ns()}", "k": k,
-         "text": _text_fingerprint(windows)}
-    )  # fmt: skip
-    done = _finished_windows(path, header)
-    if not done:
-        write_text(path, header + "\n")
-    todo = [i for i in range(len(bodies)) if i not in done]
+    header = header_line(
+        name=name or model, model=model, fingerprint=fingerprint or f"unknown {time.time_ns()}", k=k, windows=windows
+    )
     transport = Transport(completions_url(base_url), concurrency=concurrency, timeout_s=timeout_s, retries=retries)
-    with path.open("a", encoding="utf-8") as stream:
+    with hold_lock(path.parent / f".{path.name}.lock", f"another process is writing {path}"):
+        done = finished_windows(path, header)
+        if not done:
+            write_text(path, header + "\n")
+        todo = [i for i in range(len(bodies)) if i not in done]
+        with path.open("a", encoding="utf-8") as stream:
 
-        def keep(place: int, positions: list[Position], seconds: float, attempts: int) -> None:
-            done.add(todo[place])
-            stream.write(json.dumps({"window": todo[place], "positions": positions}) + "\n")
-            stream.flush()
-            if progress is not None:
-                progress(len(done), len(bodies))
+            def keep(place: int, positions: list[Position], seconds: float, attempts: int) -> None:
+                done.add(todo[place])
+                stream.write(window_line(todo[place], positions))
+                stream.flush()
+                if progress is not None:
+                    progress(len(done), len(bodies))
 
-        transport.ask([bodies[i] for i in todo], lambda place, answer: _read(answer, len(windows[todo[place]])), keep)
+            def read(place: int, answer: dict[str, Any]) -> list[Position]:
+                return read_echo(answer, windows[todo[place]], k, todo[place])
+
+            transport.ask([bodies[i] for i in todo], read, keep)
 
 
 def kl_divergence(reference: Path, arm: Path, *, floor_nats: float = FLOAT32_FLOOR_NATS) -> Divergence:
-    """The divergence of two files of `collect_logprobs` on the same text. Raises EvaluationError if they do not pair.
+    """The divergence of two files of `collect_logprobs` on the same text.
 
+    Raises EvaluationError, naming file, line, window, position and token, if a file is damaged or holds what no softmax
+    gives, or if the two do not pair.
     floor_nats: F of the module's upper bound; a smaller log-probability that the arm reports itself raises it.
     """
     import numpy as np
 
     started = time.monotonic()
-    (head_p, p_windows), (head_q, q_windows) = _load(reference), _load(arm)
+    (head_p, p_windows), (head_q, q_windows) = read_file(reference), read_file(arm)
     for key in ("text", "k"):
         if head_p[key] != head_q[key]:
             raise EvaluationError(
                 f"{reference} and {arm} differ in {key}: {head_p[key]} and {head_q[key]}", fix="collect both alike"
             )
-    if set(p_windows) != set(q_windows) or not p_windows:
-        raise EvaluationError(
-            f"{reference} holds {len(p_windows)} windows and {arm} {len(q_windows)}", fix="collect what is missing"
-        )
+    check_pairs(reference, arm, p_windows, q_windows)
     order = sorted(p_windows)
     pairs = [list(zip(p_windows[i], q_windows[i], strict=True)) for i in order]
-    reported = [-value for window in pairs for _, (_, q) in window for value in q.values()]
-    floor = max(floor_nats, max(reported))
+    told = (-value for window in pairs for _, (_, q) in window for value in q.values() if value > ZERO_LOG)
+    floor = max(floor_nats, max(told, default=0.0))
     k = int(head_p["k"])
     rows = [np.array([_position(p, q, k, floor) for p, q in window]) for window in pairs]
     lower, upper = [window[:, 0] for window in rows], [window[:, 1] for window in rows]
@@ -174,6 +187,8 @@ def position_bounds(
 
     k: how many most likely tokens each side reports (a further one is the actual token, of any rank).
     """
+    p = {token: max(log, ZERO_LOG) for token, log in p.items()}
+    q = {token: -floor_nats if log <= ZERO_LOG else log for token, log in q.items()}
     shared = p.keys() & q.keys()
     exact = sum(math.exp(p[token]) * (p[token] - q[token]) for token in shared)
     only = [(math.exp(p[token]), p[token]) for token in p.keys() - shared]
@@ -182,7 +197,7 @@ def position_bounds(
     lower = exact + _least_outside([mass for mass, _ in only], rest, outside, _kth(q, k))
     upper = exact + sum(mass * (log + floor_nats) for mass, log in only)
     if rest > ROUNDING:
-        upper += rest * (math.log(min(_kth(p, k), rest)) + floor_nats)
+        upper += rest * (math.log(min(_kth(p, k) or 1.0, rest)) + floor_nats)
     return max(0.0, lower), max(0.0, lower, upper)
 
 
@@ -192,6 +207,7 @@ def position_bounds(
 def _least_outside(only: list[float], rest: float, outside: float, most: float) -> float:
     """min of sum p log(p/q) over `only` plus rest log(rest/Q): sum q + Q = outside, q <= most."""
     waiting, fixed, value, room = sorted(only, reverse=True), 0, 0.0, outside
+    most = max(most, SMALLEST)
     mass = sum(waiting) + rest
     while fixed < len(waiting) and mass > 0.0:
         scale = room / mass
@@ -246,48 +262,3 @@ def _statistics(lower: list[Any], upper: list[Any]) -> dict[str, Bounded]:
         )
         for i, name in enumerate(("mean", "median", "p99", "p999"))
     }
-
-
-def _read(answer: dict[str, Any], tokens: int) -> list[Position]:
-    """The echoed positions of one window; the first token has no distribution, the generated one is left out."""
-    choices = answer.get("choices")
-    logprobs = choices[0].get("logprobs") if isinstance(choices, list) and len(choices) == 1 else None
-    if not isinstance(logprobs, dict) or not isinstance(logprobs.get("top_logprobs"), list):
-        raise BadAnswer("no_echo_logprobs", "no log-probabilities of the prompt (echo with logprobs is not supported)")
-    names, top = logprobs.get("tokens") or [], logprobs["top_logprobs"]
-    if len(top) != tokens + 1 or len(names) != tokens + 1:
-        raise BadAnswer("wrong_lengths", f"{len(top)} positions for {tokens} prompt tokens and one generated")
-    positions = []
-    for name, logs in zip(names[1:tokens], top[1:tokens], strict=True):
-        if not isinstance(logs, dict) or not logs:
-            raise BadAnswer("wrong_lengths", "a position of the prompt has no top_logprobs")
-        # where tokens are named by their text, several share the replacement character
-        positions.append((name, {key: float(value) for key, value in logs.items() if "�" not in key}))
-    return positions
-
-
-def _finished_windows(path: Path, header: str) -> set[int]:
-    """Windows that `path` holds for this header; a torn last line is cut off."""
-    if not path.is_file():
-        return set()
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    lines = whole.decode().splitlines()
-    if not lines or lines[0] != header:
-        return set()
-    with path.open("r+b") as stream:
-        stream.truncate(len(whole))
-    return {int(json.loads(line)["window"]) for line in lines[1:]}
-
-
-def _load(path: Path) -> tuple[dict[str, Any], dict[int, list[Position]]]:
-    if not path.is_file():
-        raise EvaluationError(f"{path} does not exist", fix="collect this endpoint's log-probabilities first")
-    with path.open(encoding="utf-8") as lines:
-        head = json.loads(next(lines))
-        rows = [json.loads(line) for line in lines]
-    return head, {row["window"]: [(token, logs) for token, logs in row["positions"]] for row in rows}
-
-
-def _text_fingerprint(windows: Sequence[Sequence[int]]) -> str:
-    return hashlib.sha256(json.dumps([list(window) for window in windows]).encode()).hexdigest()[:16]

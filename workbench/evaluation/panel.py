@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.evaluation._intervals import accuracy_interval, ratio_interval
+from workbench.evaluation._read import CUT, ENDED
 from workbench.evaluation._requests import read_requests
 from workbench.evaluation.scores import INVALID, Samples, find_sample_file, is_right, problems_of, read_rows
 from workbench.evaluation.spec import TaskSpec
@@ -43,7 +44,7 @@ class _Entry:
 
     @property
     def cut(self) -> bool:
-        return bool(self.request) and self.request["finish_reason"] == "length"
+        return bool(self.request) and self.request["finish_reason"] == CUT
 
     @property
     def cut_early(self) -> bool:
@@ -57,7 +58,15 @@ class _Entry:
         if not self.request:
             return True
         open_thought = self.request["thinking"] == "open"
-        return not (self.cut or open_thought or self.request["null"] or self.request["error"])
+        return not (self.cut or open_thought or self.request["null"] or self.request["error"] or self.odd_finish)
+
+    @property
+    def odd_finish(self) -> str:
+        """A finish reason that tells neither a whole answer nor a cut one; "" otherwise."""
+        if not self.request or self.request["error"]:
+            return ""
+        reason = str(self.request["finish_reason"] or "missing")
+        return "" if reason in (*ENDED, CUT) else reason
 
 
 def build_panels(
@@ -171,6 +180,7 @@ def _panel(
         drift=_drift(pairs, baseline),
         cut_early=sum(entry.cut_early for entry in entries) if known and lengths else -1,
         lost=_lost(pairs, spec, baseline),
+        odd_finish=dict(Counter(entry.odd_finish for entry in entries if entry.odd_finish)),
     )
 
 

@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from workbench.errors import EvaluationError
+from workbench.errors import EvaluationError, OutputError
 from workbench.evaluation._process import harness_environment, run_harness
 from workbench.evaluation.panel import build_panels
 from workbench.evaluation.scores import read_perplexities, read_samples, read_scores
 from workbench.evaluation.spec import TaskSpec, check_tasks, dump_spec
-from workbench.records import Evaluation, Transport, write_text
+from workbench.records import Evaluation, Transport, hold_lock, write_text
 
 FORWARD, REVERSED = "forward", "reversed"
 COMPLETIONS, CHAT = "completions", "chat"
@@ -64,6 +64,7 @@ def evaluate(
     retries: int = 4,
     progress: Callable[[int, int], None] | None = None,
     watch: Callable[[], None] | None = None,
+    failed: Callable[[int, str], None] | None = None,
 ) -> Evaluation:
     """Evaluate `tasks` on the endpoint and return the scores.
 
@@ -77,23 +78,20 @@ def evaluate(
     with the tokenizer's own template. thinking: the tag that ends a reasoning model's think block, e.g. "</think>";
     thinking_budget: tokens for the block, on top of each task's max_gen_toks. probe: time a few short answers first and
     state the expected time. baseline_dir: `eval/<arm>` of the baseline, to compare answer lengths with.
-    progress(done, total) counts answers; watch() is called once a second and may raise, which ends the evaluation (a
-    server that died).
+    progress(done, total) counts answers; failed(count, message) is told of every request that is given up; watch() is
+    called once a second and may raise, which ends the evaluation (a server that died).
 
     Raises EvaluationError naming the task, file or endpoint; settings, the tokenizer's folder and whether anything
     answers at `base_url` are checked before a file is written or a process started, and the plan (preflight.json)
-    before a token is generated. The child process never outlives the call, nor the parent.
+    before a token is generated. ConfigError while another process evaluates into `out_dir`, OutputError where it cannot
+    be made. An evaluation that lies in `out_dir` is replaced once the new one is complete: `check_unfinished` tells.
+    The child process never outlives the call, nor the parent.
     """
-    check_settings(request_order, concurrency, api, chat_template, tokenizer, thinking_budget)
+    check_settings(request_order, concurrency, api, chat_template, tokenizer, thinking_budget, thinking)
     check_tasks(tasks)
     if tokenizer is not None and not tokenizer.is_dir():
         raise EvaluationError(f"tokenizer folder {tokenizer} does not exist", fix="name the served checkpoint's folder")
     _check_endpoint(base_url)
-
-    started = time.monotonic()
-    partial, journal = out_dir / ".partial", out_dir / ".journal.jsonl"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     url = chat_url(base_url) if api == CHAT else completions_url(base_url)
     model_args: dict[str, Any] = {
         "model": model,
@@ -112,6 +110,7 @@ def evaluate(
             tokenizer=str(tokenizer), tokenizer_backend="huggingface", tokenized_requests=True,
             add_bos_token=add_bos_token,
         )  # fmt: skip
+    partial, journal = out_dir / ".partial", out_dir / ".journal.jsonl"
     request = {
         "arm": arm,
         "api": api,
@@ -135,41 +134,81 @@ def evaluate(
         "data_dir": str(out_dir.parent.parent / "data"),
     }
     request_file = out_dir / "request.json"
-    write_text(request_file, json.dumps(request, indent=2) + "\n")
     command = (sys.executable, "-m", "workbench.evaluation._harness", str(request_file))
-    result = run_harness(command, harness_environment(tasks, partial), out_dir / "harness.log", arm, progress, watch)
+    with hold_lock(out_dir / ".lock", f"another process is evaluating into {out_dir}"):
+        started = time.monotonic()
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            log = out_dir / "harness.log"
+            log.touch()
+        except OSError as error:
+            raise OutputError.of(error.filename or out_dir, error) from error
+        write_text(request_file, json.dumps(request, indent=2) + "\n")
+        result = run_harness(command, harness_environment(tasks, partial), log, arm, progress, watch, failed)
 
-    folder = _single_folder(partial / "output", arm)
-    seconds = time.monotonic() - started
-    final = out_dir / folder.name
-    place = final.relative_to(out_dir.parent.parent)
-    samples = read_samples(folder, arm=arm, specs=tasks, result=result)  # complete, or an error
-    evaluation = Evaluation(
-        arm=arm,
-        scores=read_scores(samples, arm=arm, specs=tasks, result=result, seconds=seconds, place=place),
-        command=command,
-        harness=result["harness"],
-        request_order=request_order,
-        concurrency=concurrency,
-        seconds=seconds,
-        task_fingerprints={
-            spec.name: _join_hashes([result["task_hashes"][leaf] for leaf in result["leaves"][spec.name]])
-            for spec in tasks
-        },
-        api=api,
-        plain_command=result["plain_command"],
-        perplexities=read_perplexities(samples, arm=arm, specs=tasks, result=result, place=place),
-        panels=build_panels(
-            samples, folder, arm=arm, specs=tasks, result=result, thinking_budget=thinking_budget, baseline=baseline_dir
-        ),
-        transport=Transport(**result["transport"]),
+        folder = _single_folder(partial / "output", arm)
+        seconds = time.monotonic() - started
+        final = out_dir / folder.name
+        place = final.relative_to(out_dir.parent.parent)
+        samples = read_samples(folder, arm=arm, specs=tasks, result=result)  # complete, or an error
+        evaluation = Evaluation(
+            arm=arm,
+            scores=read_scores(samples, arm=arm, specs=tasks, result=result, seconds=seconds, place=place),
+            command=command,
+            harness=result["harness"],
+            request_order=request_order,
+            concurrency=concurrency,
+            seconds=seconds,
+            task_fingerprints={
+                spec.name: _join_hashes([result["task_hashes"][leaf] for leaf in result["leaves"][spec.name]])
+                for spec in tasks
+            },
+            api=api,
+            plain_command=result["plain_command"],
+            perplexities=read_perplexities(samples, arm=arm, specs=tasks, result=result, place=place),
+            panels=build_panels(
+                samples,
+                folder,
+                arm=arm,
+                specs=tasks,
+                result=result,
+                thinking_budget=thinking_budget,
+                baseline=baseline_dir,
+            ),
+            transport=Transport(**result["transport"]),
+        )
+        try:
+            (partial / "preflight.json").replace(folder / "preflight.json")
+            (out_dir / "scores.json").unlink(missing_ok=True)  # it names files that go now
+            for earlier in {final, *_result_folders(out_dir)}:
+                shutil.rmtree(earlier, ignore_errors=True)
+            folder.rename(final)
+            shutil.rmtree(partial, ignore_errors=True)
+            journal.unlink(missing_ok=True)
+        except OSError as error:
+            raise OutputError.of(error.filename or out_dir, error) from error
+        return evaluation
+
+
+def check_unfinished(out_dir: Path) -> None:
+    """Refuse a folder that holds a finished evaluation, or results of another client. Raises EvaluationError."""
+    scores = out_dir / "scores.json"
+    held = _result_folders(out_dir)
+    if not scores.exists() and (not held or (out_dir / "request.json").exists()):
+        return
+    tasks = sorted(
+        {path.name.split("_", 1)[1].rpartition("_")[0] for at in held for path in at.glob("samples_*.jsonl")}
     )
-    (partial / "preflight.json").replace(folder / "preflight.json")
-    shutil.rmtree(final, ignore_errors=True)
-    folder.rename(final)
-    shutil.rmtree(partial, ignore_errors=True)
-    journal.unlink(missing_ok=True)
-    return evaluation
+    raise EvaluationError(
+        f"{out_dir} holds an evaluation already" + (f", of {', '.join(tasks)}" if tasks else ""),
+        fix="choose another --out or --arm; several tasks go into one evaluation with --task A --task B; "
+        "--replace drops what lies there",
+    )
+
+
+def _result_folders(out_dir: Path) -> set[Path]:
+    return {path.parent for path in out_dir.glob("*/results_*.json") if path.parent.name != ".partial"}
 
 
 def completions_url(base_url: str) -> str:
@@ -197,6 +236,7 @@ def check_settings(
     chat_template: bool,
     tokenizer: Path | None,
     thinking_budget: int = 0,
+    thinking: str = "",
 ) -> None:
     """Refuse how an endpoint is to be asked before anything is started. Raises EvaluationError naming the setting."""
     if request_order not in (FORWARD, REVERSED):
@@ -209,6 +249,8 @@ def check_settings(
         raise EvaluationError("chat_template=true needs a tokenizer", fix="name its folder, or use api=chat")
     if thinking_budget < 0:
         raise EvaluationError(f"thinking_budget={thinking_budget}", fix="a number of tokens, 0 or more")
+    if thinking and not thinking.strip():
+        raise EvaluationError(f"thinking={thinking!r} is blank", fix="the tag that ends a think block, e.g. </think>")
 
 
 def _check_endpoint(base_url: str) -> None:

@@ -19,10 +19,21 @@ from .answers import (
     TaskScore,
     Transport,
 )
+from .locks import give_lock, hold_lock, take_lock
 from .measured import GemmRecord, LintFinding, LintReport, ServerRecord, TensorRecord
 from .numerics import NumericsCard, NumericsRow
 from .serving import ClientRun, CostRatio, Latency, ServingCost, ServingLoad, Sourced, StartCost
-from .storage import SCHEMA_VERSION, from_json, plain, read_json, to_json, write_bytes, write_json, write_text
+from .storage import (
+    SCHEMA_VERSION,
+    from_json,
+    json_text,
+    plain,
+    read_json,
+    to_json,
+    write_bytes,
+    write_json,
+    write_text,
+)
 from .verdict import (
     Attribution,
     Comparison,
@@ -77,8 +88,12 @@ __all__ = [
     "Transport",
     "Verdict",
     "from_json",
+    "give_lock",
+    "hold_lock",
+    "json_text",
     "plain",
     "read_json",
+    "take_lock",
     "to_json",
     "write_bytes",
     "write_json",

@@ -152,8 +152,9 @@ class ArtefactPanel:
     invalid: filter -> answers that hold nothing to extract. duplicates: answers whose whole text another document of
     the task also got. think_leaks: think tags in what was scored; unfinished: the think block never closed.
     length_*_tokens: of answers (None where the endpoint does not count). accuracy_all: of all n (failed and unfinished
-    are wrong); accuracy_finished: of the `finished`, that is, neither cut, unfinished, null nor failed. Both with 95 %
-    Wilson intervals, on the primary filter.
+    are wrong); accuracy_finished: of the `finished`, that is, neither cut, unfinished, null, failed nor of an odd
+    finish. Both with 95 % Wilson intervals, on the primary filter. odd_finish: finish reason that tells neither a whole
+    answer nor a cut one -> answers.
     """
 
     arm: str
@@ -183,6 +184,7 @@ class ArtefactPanel:
     drift: LengthDrift | None = None
     cut_early: int = -1
     lost: LostAnswers | None = None
+    odd_finish: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,7 +24,7 @@ T = TypeVar("T")
 def to_json(record: Any) -> str:
     """A record as indented JSON with `schema_version`; NaN and infinities become null / "inf" / "-inf"."""
     payload = {"schema_version": SCHEMA_VERSION, **dataclasses.asdict(record)}
-    return json.dumps(plain(payload), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return json_text(plain(payload), indent=2, allow_nan=False) + "\n"
 
 
 def from_json(kind: type[T], text: str) -> T:
@@ -81,6 +81,22 @@ def write_bytes(path: Path, data: bytes) -> None:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)
         raise OutputError.of(path, error) from error
+
+
+def json_text(value: Any, **settings: Any) -> str:
+    """`value` as JSON that UTF-8 can hold: readable text, or, with a lone surrogate in it, everything beyond ASCII as
+    \\u escapes. Both read back as `value`. settings: of json.dumps.
+    """
+    text = json.dumps(value, ensure_ascii=False, **settings)
+    return text if _is_unicode(text) else json.dumps(value, ensure_ascii=True, **settings)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def plain(value: Any) -> Any:
