@@ -84,7 +84,7 @@ def test_a_disk_without_locks_is_not_taken_for_another_process(tmp_path: Path, m
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(runfolder.fcntl, "flock", no_locks)
+    monkeypatch.setattr("workbench.records.locks.fcntl.flock", no_locks)
     with pytest.raises(OutputError, match="No locks available"):
         runfolder.open_run(tmp_path, "demo", CONFIG, None)
 
