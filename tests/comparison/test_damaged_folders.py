@@ -78,7 +78,7 @@ def test_a_group_that_cannot_be_pooled_is_judged_by_its_subtasks(tmp_path: Path)
 @pytest.mark.parametrize(
     ("time", "content", "message"),
     [
-        (LATER, {"results": {"gsm8k": {"exact_match,none": 0.2}}}, "0.9128 (filter none), the newest result file says 0.2"),
+        (LATER, {"results": {"gsm8k": {"exact_match,none": 0.2}}}, "0.9128 (filter none), the newest result file says"),
         (LATER, {"n-samples": {"gsm8k": {"effective": 700}}}, "1319 documents (filter none), the result file says 7"),
         (LATER, {"results": {"gsm8k": {"exact_match,none": 1204 / N}}, "n-samples": {"gsm8k": {"effective": N}}}, ""),
         ("2025-01-01T00-00-00.0", {"results": {"gsm8k": {"exact_match,none": 0.2}}}, ""),  # of samples that are gone

@@ -60,7 +60,7 @@ def draw_divergences(divergences: Sequence[Any], gemm: Sequence[Mapping[str, Any
     divergences: `Divergence` records. gemm: rows of analysis.json. The prediction: in proportion to the products' mean
     relative noise, through the arm with the least of it.
     """
-    noise = {}
+    noise: dict[str, float] = {}
     for kind in ("weight", "both"):  # the latter where inputs are rounded too
         noise |= {row["arm"]: 10 ** (-row["sqnr_db"]["mean"] / 10) for row in gemm if row["kind"] == kind}
     shown = [d for d in divergences if math.isfinite(noise.get(d.arm, math.nan)) and d.mean.lower > 0]
