@@ -13,9 +13,10 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from workbench.mini_models import MODELS, model_path
@@ -23,7 +24,9 @@ from workbench.mini_models.problems import gsm8k_problems
 
 from workbench import cli, records
 from workbench.analysis.controls import Controls, run_controls
+from workbench.analysis.gemm import analyze_gemm
 from workbench.analysis.sentences import judge_sentences
+from workbench.analysis.study import Arm, _gemm_arm, analyze_pairs
 from workbench.arms import Arms, check_arms
 from workbench.checkpoints import open_checkpoint
 from workbench.checkpoints.lint import lint_checkpoint
@@ -34,6 +37,7 @@ from workbench.experiment import run_experiment
 from workbench.formats.activations import write_activations
 from workbench.progress import Progress
 from workbench.serving.command import build_command
+from workbench.serving.vllm_plugin.settings import PluginSettings, plan_modules
 from workbench.settings import Settings, read_settings
 
 ROOT = Path(__file__).parent.parent
@@ -196,6 +200,39 @@ def test_every_arm_of_a_study_is_made_by_its_producers_rules_and_linted(
         with open_checkpoint(folder) as checkpoint:
             assert checkpoint.dialect == dialect
             assert Counter(entry.format for entry in checkpoint.entries() if entry.quantized) == formats
+
+
+@pytest.mark.slow
+def test_mixed_precision_is_analyzed_as_it_is_served(inputs: Path, cache: Path, tmp_path: Path) -> None:
+    """FP8 beside NVFP4: requantization leaves it, and neither arm's server rounds its inputs."""
+    composed = settings("experiment=requant_five_models", "model=mini_kimi_mixed", f"paths.cache={cache}")
+    folder = Arms(settings=composed, say=Progress(), capture=lambda: inputs).folder(composed.arms["nvfp4"].checkpoint)
+    arms: dict[str, Arm] = {
+        "source": (MINI, None, "none"),
+        "nvfp4": (folder, None, "auto"),
+        "online": (folder, SimpleNamespace(name="mxfp4", rule=None), "auto"),
+    }
+    pair = SimpleNamespace(first="nvfp4", second="online", direct=None)
+    out = {"out": tmp_path, "activations": inputs, "bootstrap": 10, "sample": 24}
+    analyze_pairs(source_arm="source", pairs=[pair], arms=arms, **out)
+    tensors, gemm = pd.read_parquet(tmp_path / "tensors.parquet"), pd.read_parquet(tmp_path / "gemm.parquet")
+    assert set(tensors["first_format"]) == {"nvfp4"}
+    assert set(gemm["arm"]) == {"nvfp4", "online"}
+    assert json.loads((tmp_path / "analysis.json").read_text())["of"] == ROUTED
+    with open_checkpoint(folder) as checkpoint:
+        formats = {entry.name: entry.format for entry in checkpoint.entries()}
+        plans = {
+            "nvfp4": plan_modules(checkpoint, PluginSettings(checkpoint=str(folder), backend="emulation")),
+            "online": plan_modules(
+                checkpoint, PluginSettings(checkpoint=str(folder), backend="requant", format="mxfp4")
+            ),
+        }
+    whole = analyze_gemm(source=MINI, arms=[_gemm_arm(name, arms) for name in ("nvfp4", "online")], resamples=5)
+    assert len(set(whole["name"])) == ROUTED + SHARED + 5
+    for row in whole.itertuples():
+        plan = plans[row.arm].get(row.name.removesuffix(".weight"))
+        expected = (plan.weight, plan.activation) if plan else (formats[row.name], "")
+        assert (row.weight_format, row.activation_format) == expected, (row.arm, row.name)
 
 
 @pytest.mark.slow

@@ -267,7 +267,7 @@ class _Run:
                 name: (
                     self.arms.folder(arm.checkpoint),
                     arm.format if arm.backend.kind == "requant" else None,
-                    "none" if arm.backend.kind == "reference" else arm.backend.activations,
+                    self._activation_rounding(arm),
                 )
                 for name, arm in settings.arms.items()
                 if name in named
@@ -287,6 +287,12 @@ class _Run:
             records.write_json(target, controls := run_controls(summary, seed=settings.seed))
             for sentence in controls.sentences:
                 self.say.note(f"{sentence.holds}: {sentence.claim} ({sentence.measured})")
+
+    def _activation_rounding(self, arm: ArmSettings) -> str:
+        """Which inputs the arm's server rounds, as `analysis.study.Arm` says it."""
+        if arm.backend.kind == "reference" or arm.backend.activations == "none":
+            return "none"
+        return "native" if self.settings.engine.kind == "external" else "auto"
 
     def _compare_bytes(self) -> None:
         """Where the policy asks for it: what an arm's checkpoint leaves unquantized, against the source's bytes."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from workbench.checkpoints.selection import converted_at_load
 from workbench.errors import CheckpointError, ConfigError, FormatError
 
 from .faults import Fault
@@ -157,7 +158,8 @@ def _is_of(entry: Any, glob: str) -> bool:
 def _matrices_of(
     pair: ArmPair, original: Any, checkpoints: OpenCheckpoints, has_source: bool, faults: list[Fault]
 ) -> set[str]:
-    """Names that every arm of the pair holds in one shape; the others become faults."""
+    """Names that every arm of the pair holds in one shape; the others become faults. Where the second is made from the
+    first as it loads, those that loading converts."""
     leading = pair.first or pair.second or pair.direct
     if leading is None:
         raise ConfigError(
@@ -170,6 +172,8 @@ def _matrices_of(
             f"{leading} holds no quantized matrix, so there is nothing to analyze",
             fix="check the arm's path; `workbench lint` says what the checkpoint holds",
         )
+    if pair.first is not None and pair.second is None:
+        names = {entry.name for entry in converted_at_load(checkpoints.open(pair.first).entries())}
     shapes = {entry.name: tuple(entry.shape) for entry in original.entries()}
     good = set(names)
     for arm, path in (("first", pair.first), ("second", pair.second), ("direct", pair.direct)):

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workbench.errors import CheckpointError, FormatError
-from workbench.formats import QuantizedTensor, get_format, quantize
+from workbench.formats import PACKED_FORMATS, QuantizedTensor, get_format, quantize
 from workbench.formats.activations import Activations, read_activations
 from workbench.records import SCHEMA_VERSION, GemmRecord
 
@@ -52,9 +52,10 @@ class GemmArm:
     """Whose numerics to apply.
 
     checkpoint: folder of the arm's weights. requant_format: convert its decoded weights to this format first, under
-    `requant_rule` (the requant backend); None: as stored. activation_format: "" leaves activations exact, "same" takes
-    the weights' format; nvfp4 uses the checkpoint's `input_scale` where it has one, else each token's own amax; mxfp4
-    takes a scale per block of 32.
+    `requant_rule` (the requant backend: in a checkpoint of mixed precision the four-bit ones only); None: as stored.
+    activation_format: "" leaves activations exact, "same" takes the weights' format, "emulated" too, but of
+    `formats.PACKED_FORMATS` only; nvfp4 uses the checkpoint's `input_scale` where it has one, else each token's own
+    amax; mxfp4 takes a scale per block of 32.
     """
 
     arm: str
@@ -169,9 +170,9 @@ def _measure_layer(
     rounded: dict[tuple[str, str | None, float | None], Tensor] = {}  # arms often round the same rows alike
     for arm in arms:
         stored = checkpoints.open(arm.checkpoint).read(entry.name)
-        tensor = _arm_weights(stored, arm, entry.name)
+        tensor = _arm_weights(stored, arm, entry.name, checkpoints)
         w_hat = tensor.effective()
-        activation_format = _same(tensor.format) if arm.activation_format == "same" else arm.activation_format
+        activation_format = _activation_format(tensor.format, arm.activation_format)
         input_scale = tensor.input_scale if captured is not None else None
         how = (activation_format, arm.activation_rule, None if input_scale is None else float(input_scale))
         if how not in rounded:
@@ -220,7 +221,7 @@ def _expect_layer(
     signal = expected_power(w, moment) if moment is not None else math.nan
     rows = []
     for arm in arms:
-        tensor = _arm_weights(checkpoints.open(arm.checkpoint).read(entry.name), arm, entry.name)
+        tensor = _arm_weights(checkpoints.open(arm.checkpoint).read(entry.name), arm, entry.name, checkpoints)
         error = tensor.effective() - w
         value = float(sqnr_db(signal, expected_power(error, moment))) if moment is not None else math.nan
         weight_sqnr = float(sqnr_db(_power(w), _power(error)))
@@ -248,18 +249,24 @@ def _expect_layer(
     return rows
 
 
-def _arm_weights(stored: QuantizedTensor | Tensor, arm: GemmArm, name: str) -> QuantizedTensor:
-    if arm.requant_format is not None:
+def _arm_weights(
+    stored: QuantizedTensor | Tensor, arm: GemmArm, name: str, checkpoints: OpenCheckpoints
+) -> QuantizedTensor:
+    if arm.requant_format is not None and checkpoints.converts(arm.checkpoint, name):
         dense = stored.effective() if isinstance(stored, QuantizedTensor) else stored.float()
         return quantize(dense, arm.requant_format, arm.requant_rule, name=name)
     assert isinstance(stored, QuantizedTensor)  # _matrices_of chose it
     return stored
 
 
-def _same(format: str) -> str:
-    """The format that activations are rounded through beside weights of `format`: itself, or "" for one that only
-    weights have (INT4)."""
-    return format if get_format(format).qdq_activation is not None else ""
+def _activation_format(format: str, wanted: str) -> str:
+    """The format that activations are rounded through beside weights of `format`. "same": itself, or "" for one that
+    only weights have (INT4). "emulated": itself where a packed layer holds it."""
+    if wanted == "emulated":
+        return format if format in PACKED_FORMATS else ""
+    if wanted == "same":
+        return format if get_format(format).qdq_activation is not None else ""
+    return wanted
 
 
 def _round_activations(x: Tensor, format: str, rule: str | None, input_scale: Tensor | None) -> Tensor:

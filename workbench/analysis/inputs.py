@@ -19,6 +19,7 @@ class OpenCheckpoints:
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
         self._opened: dict[str, Any] = {}
+        self._converted: dict[str, set[str]] = {}
 
     def open(self, path: str | Path) -> Any:
         """The checkpoint at `path` (a folder, or hf://org/name). Raises CheckpointError as `open_checkpoint` does."""
@@ -28,6 +29,15 @@ class OpenCheckpoints:
         if key not in self._opened:
             self._opened[key] = self._stack.enter_context(open_checkpoint(path))
         return self._opened[key]
+
+    def converts(self, path: str | Path, name: str) -> bool:
+        """Whether requantization at load converts the matrix `name`: of an unquantized checkpoint, any."""
+        from workbench.checkpoints.selection import converted_at_load
+
+        key = str(path)
+        if key not in self._converted:
+            self._converted[key] = {entry.name for entry in converted_at_load(self.open(path).entries())}
+        return not self._converted[key] or name in self._converted[key]
 
     def fingerprints(self) -> dict[str, str]:
         """Fingerprint by path of everything opened so far."""

@@ -53,7 +53,8 @@ class TargetFormat(Protocol):
 
 
 Arm = tuple[Path, TargetFormat | None, str]
-"""An arm's checkpoint, what it is converted to as it loads (None: nothing), and its activations ("auto" or "none")."""
+"""An arm's checkpoint, what it is converted to as it loads (None: nothing), and its activations: "none", "auto"
+(rounded where a packed layer rounds them) or "native" (wherever the format has a rounding of its own)."""
 
 
 def analyze_pairs(
@@ -255,7 +256,7 @@ def _gemm_arm(name: str, arms: Mapping[str, Arm]) -> GemmArm:
         checkpoint=path,
         requant_format=target.name if target else None,
         requant_rule=target.rule if target else None,
-        activation_format="" if activations == "none" else "same",
+        activation_format={"none": "", "native": "same"}.get(activations, "emulated"),
     )
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from workbench.errors import CheckpointError, FormatError
 from workbench.formats import get_format
+from workbench.kernels.elements import ELEMENTS
 
 from .dialects import Dialect
 from .match import unmatched_patterns
@@ -69,6 +70,13 @@ def linear_weights(checkpoint: Checkpoint) -> list[Entry]:
         and _is_matrix(e)
         and not (is_embedding(e.module) or is_lm_head(e.module) or is_router(e.module) or "norm" in e.projection)
     ]
+
+
+def converted_at_load(entries: Iterable[Entry]) -> list[Entry]:
+    """The quantized matrices of linear layers that requantization converts as a checkpoint loads: all, but in mixed
+    precision only the four-bit ones, as published pipelines do; the others are decoded."""
+    quantized = [e for e in entries if e.quantized and e.projection]
+    return [e for e in quantized if ELEMENTS[get_format(e.format).element].bits == 4] or quantized
 
 
 def fused_groups(entries: Iterable[Entry]) -> list[list[Entry]]:

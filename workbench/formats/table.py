@@ -24,6 +24,9 @@ SCALE_DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "e8m0": (torch.uint8,),
     "float": (torch.float32, torch.uint8),  # uint8: E8M0 bytes, where a producer keeps powers of two
 }
+PACKED_FORMATS = ("nvfp4", "mxfp4")
+"""What the engine's packed layers hold and decode at GEMM time, rounding their inputs; a layer in another format is
+decoded as it loads."""
 VARIABLE = -1  # of a block's rows or columns: the tensor says how many
 LARGEST_BLOCK = 1 << 30
 WHOLE = 0  # of a block's rows or columns: all of them share a scale

@@ -31,11 +31,12 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 
 from workbench.errors import ConfigError, FormatError
+from workbench.formats import PACKED_FORMATS
 from workbench.kernels import cpu, triton_dispatch
 from workbench.kernels.tables import MXFP4_RULES, ScaleRule
 
 from .meter import LoadMeter
-from .settings import PACKED_FORMATS, ModulePlan, PluginSettings, plan_modules
+from .settings import ModulePlan, PluginSettings, plan_modules
 from .together import AT_MOST, batches, requantize_together
 
 logger = init_logger("vllm.workbench")

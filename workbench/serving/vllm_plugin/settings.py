@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from workbench.checkpoints import Checkpoint
 
 BACKENDS = ("reference", "emulation", "requant")
-PACKED_FORMATS = ("nvfp4", "mxfp4")  # what the packed layers hold and decode at GEMM time
 ACTIVATIONS = ("auto", "none")
 COMPAT = ("none", "vllm")
 
@@ -99,9 +98,8 @@ def plan_modules(checkpoint: Checkpoint, settings: PluginSettings) -> dict[str, 
     quantized, FormatError for an unknown format or rule.
     """
     from workbench.checkpoints.match import matches_any
-    from workbench.checkpoints.selection import linear_weights
-    from workbench.formats import get_format
-    from workbench.kernels.elements import ELEMENTS
+    from workbench.checkpoints.selection import converted_at_load, linear_weights
+    from workbench.formats import PACKED_FORMATS, get_format
 
     if settings.backend == "reference":
         return {}
@@ -113,8 +111,8 @@ def plan_modules(checkpoint: Checkpoint, settings: PluginSettings) -> dict[str, 
     stored = sorted({e.format for e in candidates})
     if settings.backend == "emulation":
         candidates = [e for e in candidates if e.format in PACKED_FORMATS]
-    elif four_bit := [e for e in candidates if ELEMENTS[get_format(e.format).element].bits == 4]:
-        candidates = four_bit
+    else:
+        candidates = converted_at_load(candidates)
     if any_quantized and not candidates:
         raise ConfigError(
             f"{settings.checkpoint} is quantized as {', '.join(stored)}; emulation runs {' and '.join(PACKED_FORMATS)}",
