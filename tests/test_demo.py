@@ -101,6 +101,11 @@ def test_the_records_say_what_each_arm_computed(finished: Path) -> None:
     assert second.weight_bytes is not None
     assert source.weight_bytes is not None
     assert second.weight_bytes < first.weight_bytes < source.weight_bytes
+    divergences = [
+        records.read_json(records.Divergence, path / "kld" / f"{arm}.json").mean.lower
+        for arm in ("nvfp4", "nvfp4_to_mxfp4")
+    ]
+    assert 0.0001 < divergences[0] < divergences[1] < 0.05
 
 
 def test_the_weights_error_of_the_shipped_model_is_in_its_bands(finished: Path) -> None:

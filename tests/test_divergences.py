@@ -92,9 +92,11 @@ def test_no_windows_ask_nothing_and_a_short_text_is_said(
     nowhere: Any = SimpleNamespace(base_url="http://127.0.0.1:9/v1", model="m")
     divergences(settings("kld.windows=0"), tmp_path, notes, monkeypatch).collect("source", nowhere, "")
     assert not notes
-    divergences(settings("kld.windows=9999", f"kld.text={text}"), tmp_path, notes, monkeypatch).collect(
-        "source", nowhere, ""
-    )
+    few = divergences(settings("kld.windows=9999", f"kld.text={text}"), tmp_path, notes, monkeypatch)._windows
+    assert 20 < len(few) < 200
+    assert {len(window) for window in few} == {16}
+    text.write_text("Too short.")
+    divergences(settings(f"kld.text={text}"), tmp_path, notes, monkeypatch).collect("source", nowhere, "")
     assert len(notes) == 1
     assert "windows of 16 need" in notes[0]
 

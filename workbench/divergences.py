@@ -90,7 +90,8 @@ class Divergences:
                 scratch = self.folder.path / "scratch"
                 text = "\n\n".join(training_prompts(tuple(self.tasks), self.settings.analysis.prompts, scratch=scratch))
             tokens = min(wanted.tokens, self.settings.engine.max_model_len - 1)
-            return cut_windows(text, Path(self.settings.model.tokenizer), tokens=tokens, count=wanted.windows)
+            tokenizer = Path(self.settings.model.tokenizer)
+            return cut_windows(text, tokenizer, tokens=tokens, count=wanted.windows, fewer=True)
         except (WorkbenchError, OSError, UnicodeDecodeError) as error:
             reason = error.message if isinstance(error, WorkbenchError) else str(error)
             self.say.note(f"no KL divergence: {reason}")

@@ -66,11 +66,14 @@ ROUNDING = 1e-6
 """What a sum of probabilities, each from a float32 logarithm, may be off by."""
 
 
-def cut_windows(text: str, tokenizer: Path, *, tokens: int, count: int) -> list[list[int]]:
-    """The first `count` disjoint windows of `tokens` token ids each, no special tokens. Raises EvaluationError."""
+def cut_windows(text: str, tokenizer: Path, *, tokens: int, count: int, fewer: bool = False) -> list[list[int]]:
+    """The first `count` disjoint windows of `tokens` token ids each, no special tokens; with `fewer`, as many as a
+    shorter text has. Raises EvaluationError."""
     import transformers
 
     ids = transformers.AutoTokenizer.from_pretrained(str(tokenizer))(text, add_special_tokens=False).input_ids
+    if fewer:
+        count = max(1, min(count, len(ids) // tokens))
     if len(ids) < tokens * count:
         raise EvaluationError(
             f"the text has {len(ids)} tokens, {count} windows of {tokens} need {tokens * count}",
