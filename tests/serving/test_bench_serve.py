@@ -293,18 +293,26 @@ def test_the_command_writes_the_record_and_prints_the_tables(
     assert "warm-up, a, 8 in, 4 out" in printed
 
 
+def answered(folder: Path, settings: Settings) -> None:
+    """Every arm has been evaluated before."""
+    for arm in settings.arms:
+        scores = folder / "eval" / arm / "scores.json"
+        scores.parent.mkdir(parents=True)
+        scores.write_text("")
+
+
 def test_an_experiment_measures_it_once_after_the_answers_and_leaves_the_noise_arm_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     servers = FakeServers(monkeypatch)
     run, settings = experiment_run(tmp_path, monkeypatch, "serving_cost=small", "serving_cost.repeat=1")
-    assert settings.stages
-    run._measure_serving()
+    answered(tmp_path, settings)
+    run.evaluate()
     cost = from_json(ServingCost, (tmp_path / "serving_cost.json").read_text())
     assert cost.arms == ("source", "nvfp4", "nvfp4_to_mxfp4", "mxfp4_direct")
     assert (cost.baseline, cost.preset, cost.repeats) == ("source", "small", 1)
     started = len(servers.starts)
-    run._measure_serving()
+    run.evaluate()
     assert len(servers.starts) == started  # what is there is not measured again
 
 
@@ -312,10 +320,7 @@ def test_by_default_an_experiment_measures_no_serving_cost(tmp_path: Path, monke
     servers = FakeServers(monkeypatch)
     run, settings = experiment_run(tmp_path, monkeypatch)
     assert settings.serving_cost.preset == "off"
-    for arm in settings.arms:
-        scores = tmp_path / "eval" / arm / "scores.json"
-        scores.parent.mkdir(parents=True)
-        scores.write_text("")
+    answered(tmp_path, settings)
     run.evaluate()
     assert not servers.starts
     assert not (tmp_path / "serving_cost.json").exists()

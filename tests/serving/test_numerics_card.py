@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from workbench import experiment, records, runfolder
+from workbench.arm_evaluation import ArmEvaluation
 from workbench.checkpoints.convert import quantize_checkpoint
 from workbench.composition import compose, resolved_yaml
 from workbench.errors import ConfigError, EngineError
@@ -286,7 +287,7 @@ def test_a_stock_arm_that_cannot_start_is_shown_and_the_run_goes_on(tmp_path, mo
             (folder.path / "server" / f"{name}.log").write_text(f"INFO loading\n(EngineCore) ERROR {said}\nTraceback\n")
             raise EngineError("the server of arm nvfp4_stock died at start (exit code 1)")
 
-    monkeypatch.setattr(experiment._Run, "_evaluate_arm", start)
+    monkeypatch.setattr(ArmEvaluation, "_evaluate_arm", start)
     run.evaluate()
     assert tried == list(settings.arms)
     card = records.read_json(NumericsCard, folder.path / "server" / "nvfp4_stock.numerics.json")
@@ -294,7 +295,7 @@ def test_a_stock_arm_that_cannot_start_is_shown_and_the_run_goes_on(tmp_path, mo
     tried.clear()
     run.evaluate()
     assert "nvfp4_stock" not in tried  # not tried again when the run is resumed
-    monkeypatch.setattr(experiment._Run, "_evaluate_arm", lambda *_: (_ for _ in ()).throw(EngineError("dead")))
+    monkeypatch.setattr(ArmEvaluation, "_evaluate_arm", lambda *_: (_ for _ in ()).throw(EngineError("dead")))
     with pytest.raises(EngineError, match="dead"):  # an arm that was asked for by name must run
         run.evaluate()
     folder.close()
