@@ -256,7 +256,7 @@ def _transport(arm: str, evidence: Evidence) -> Iterator[LayerFinding]:
         reason = f"{transport.failed} of {transport.requests} requests were never answered ({faults})"
         yield LayerFinding(layer="transport", status="caught", reason=reason, cause=SERVING, kind="failed")
     elif faults:
-        yield LayerFinding(layer="transport", status="warned", reason=f"{faults}, all answered when sent again")
+        yield LayerFinding(layer="transport", status="warned", reason=f"{faults}; every request was answered")
     elif not differ:
         reason = f"{transport.requests} requests, no fault"
         yield LayerFinding(layer="transport", status="clean", reason=reason)
