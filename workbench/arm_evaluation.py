@@ -32,9 +32,8 @@ class ArmEvaluation:
     arms: Arms
 
     def __post_init__(self) -> None:
-        self.divergences = Divergences(
-            settings=self.settings, folder=self.folder, say=self.say, tasks=task_specs(self.settings)
-        )
+        self.tasks = task_specs(self.settings)
+        self.divergences = Divergences(settings=self.settings, folder=self.folder, say=self.say, tasks=self.tasks)
 
     def run(self) -> None:
         """Every arm that has no scores yet, then what serving costs; KL divergences beside the answers."""
@@ -100,7 +99,7 @@ class ArmEvaluation:
                 base_url=endpoint.base_url,
                 model=endpoint.model,
                 tokenizer=Path(model.tokenizer),
-                tasks=task_specs(self.settings),
+                tasks=self.tasks,
                 out_dir=out,
                 concurrency=max(1, round(engine.concurrency * arm.concurrency_factor)),
                 request_order=arm.request_order,
