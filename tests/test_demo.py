@@ -129,12 +129,14 @@ def begun(finished: Path, folder: Path, *overrides: str, answered: tuple[str, ..
     and all about the servers and the answers of some arms."""
     source, target = only_run(finished), folder / "reports" / "kimi_requant" / "begun"
     shutil.copytree(finished / "reports" / "checkpoints", folder / "reports" / "checkpoints")
-    (target / "server").mkdir(parents=True)
+    target.mkdir(parents=True)
     shutil.copy(source / "activations.safetensors", target)
     for arm in answered:
         shutil.copytree(source / "eval" / arm, target / "eval" / arm)
-        for file in (source / "server").glob(f"{arm}.*"):
-            shutil.copy(file, target / "server")
+        for place in ("server", "kld"):
+            (target / place).mkdir(exist_ok=True)
+            for file in (source / place).glob(f"{arm}.*"):
+                shutil.copy(file, target / place)
     (target / "config.yaml").write_text(resolved_yaml(compose([*SMALL, *overrides])))
     return target
 

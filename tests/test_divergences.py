@@ -85,6 +85,30 @@ def test_an_endpoint_without_log_probabilities_is_said_and_left_out(
     assert not list((tmp_path / "kld").glob("*"))
 
 
+def test_an_arm_whose_log_probabilities_are_gone_is_noted_and_has_no_stale_divergence(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+    found = divergences(settings(f"kld.text={text}"), tmp_path, notes, monkeypatch)
+    with fake_server(lambda prompt: "") as server:
+        endpoint: Any = SimpleNamespace(base_url=f"{server.url}/v1", model="m")
+        for arm in ("source", "source_again", "nvfp4"):
+            found.collect(arm, endpoint, arm)
+            (tmp_path / "eval" / arm).mkdir(parents=True)
+            (tmp_path / "eval" / arm / "scores.json").write_text("{}")
+    found.compare()
+    notes.clear()
+    (tmp_path / "kld" / "nvfp4.jsonl").unlink()
+    (tmp_path / "kld" / "source_again.jsonl").write_text("no log-probabilities\n")
+    found.compare()
+    assert [note.split(":")[0] for note in notes] == ["nvfp4", "source_again"]
+    assert "kld/nvfp4.jsonl is missing (delete eval/nvfp4 to ask it again)" in notes[0]
+    assert not list((tmp_path / "kld").glob("*.json"))
+    (tmp_path / "kld" / "source.jsonl").unlink()
+    found.compare()
+    assert "source: no KL divergence" in notes[2]
+
+
 def test_no_windows_ask_nothing_and_a_short_text_is_said(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

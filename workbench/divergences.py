@@ -58,14 +58,14 @@ class Divergences:
             self.say.note(f"{arm}: no KL divergence: {error.message}")
 
     def compare(self) -> None:
-        """Write kld/<arm>.json for every arm whose log-probabilities and the baseline's are there."""
+        """Write kld/<arm>.json for every arm whose log-probabilities and the baseline's are there; note the others."""
         from workbench.evaluation.kld import kl_divergence
 
         reference = self._file(self.settings.baseline)
         for arm in self.settings.arms:
+            self._file(arm).with_suffix(".json").unlink(missing_ok=True)  # of log-probabilities that may be gone
+        for arm in self._evaluated():
             mine = self._file(arm)
-            if arm == self.settings.baseline or not (reference.exists() and mine.exists()):
-                continue
             try:
                 found = kl_divergence(reference, mine)
             except EvaluationError as error:
@@ -73,6 +73,19 @@ class Divergences:
                 continue
             records.write_json(mine.with_suffix(".json"), found)
             self.say.note(f"{arm}: KL divergence at least {found.mean.lower:.3g} nats over {found.positions} tokens")
+
+    def _evaluated(self) -> list[str]:
+        """Arms to set against the baseline; one that has answers but no log-probabilities beside others' is noted."""
+        given = {arm for arm in self.settings.arms if self._file(arm).exists()}
+        missing = [arm for arm in self.settings.arms if arm not in given and self._scores(arm).exists()]
+        if given:
+            for arm in missing:
+                self.say.note(f"{arm}: no KL divergence: kld/{arm}.jsonl is missing (delete eval/{arm} to ask it again)")
+        baseline = self.settings.baseline
+        return [arm for arm in self.settings.arms if arm in given and arm != baseline and baseline in given]
+
+    def _scores(self, arm: str) -> Path:
+        return self.folder.path / "eval" / arm / "scores.json"
 
     @cached_property
     def _windows(self) -> list[list[int]]:

@@ -88,20 +88,22 @@ FATES: list[tuple[str, int, int, dict[str, Any]]] = [
     (" ", 0, 0, {"finish_reason": "stop"}),
     ("it is 1", 0, 1, {"finish_reason": "stop"}),
     ("#### 2", 0, 0, {"finish_reason": "stop", "prompt_tokens": 31}),  # another prompt than the baseline's
+    ("#### 2", 0, 0, {"finish_reason": "content_filter"}),
     ("#### 1", 1, 1, {"finish_reason": "stop"}),  # the baseline has it wrong
 ]
 
 
 def test_every_lost_answer_has_one_fate(tmp_path: Path) -> None:
     right = {"finish_reason": "stop", "prompt_tokens": 30}
-    theirs = [("#### 1", int(i < 7), int(i < 7), right) for i in range(8)]
+    theirs = [("#### 1", int(i < 8), int(i < 8), right) for i in range(9)]
     _write(tmp_path / "eval" / "source" / "m", theirs)
     ours = [(text, s, f, {"prompt_tokens": 30, **fields}) for text, s, f, fields in FATES]
     _write(tmp_path / "eval" / "a" / "m", ours)
     panel = _panel(tmp_path / "eval" / "a" / "m", tmp_path / "eval" / "source")
     assert panel.lost == LostAnswers(
-        baseline="source", n=8, lost=6, gained=1, failed=0, null=1, unfinished=0, cut_early=1, cut=1, empty=1,
-        unextracted=1, finished=1, clean_n=3, clean_lost=1, clean_gained=1, prompts_counted=8, prompts_differ=1,
+        baseline="source", n=9, lost=7, gained=1, failed=0, null=1, unfinished=0, cut_early=1, cut=1, empty=1,
+        unextracted=1, finished=1, clean_n=3, clean_lost=1, clean_gained=1, prompts_counted=9, prompts_differ=1,
+        odd_finish=1,
     )  # fmt: skip
     assert (panel.truncated, panel.cut_early) == (2, 1)
     assert from_json(ArtefactPanel, to_json(panel)) == panel

@@ -5,6 +5,7 @@ busy.
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from pathlib import Path
@@ -198,10 +199,16 @@ def test_32_at_once_keep_a_server_busy() -> None:
 
 
 def test_a_request_costs_the_same_however_many_there_are() -> None:
-    costs = {}
+    """Processor time a request, of 400 and of 1,600. Other work on the machine can only add to it: the least of four
+    turns each. A cost that grew with the number of requests would be four times as high.
+    """
+    costs = {400: math.inf, 1600: math.inf}
     with fake_server(lambda prompt: "x") as server:
-        for n in (400, 1600):
-            used = time.process_time()
-            _ask(server, n=n, concurrency=32)
-            costs[n] = (time.process_time() - used) / n
+        for _ in range(4):
+            for n in costs:
+                used = time.process_time()
+                _ask(server, n=n, concurrency=32)
+                costs[n] = min(costs[n], (time.process_time() - used) / n)
+            if costs[1600] < 1.5 * costs[400]:
+                break
     assert costs[1600] < 1.5 * costs[400]

@@ -44,7 +44,7 @@ LINT = LintReport(
     checkpoint="c", dialect="modelopt", checks=("x",), findings=(), quantized_tensors=9, tensors=9, seconds=1
 )
 CARD = NumericsCard(arm="nvfp4", backend="emulation", engine_version="", device="cpu", verdict="runs as asked")
-FATES = ("failed", "null", "unfinished", "cut_early", "cut", "empty", "unextracted", "finished")
+FATES = ("failed", "null", "unfinished", "cut_early", "cut", "odd_finish", "empty", "unextracted", "finished")
 
 
 def lost(
@@ -195,7 +195,7 @@ def test_a_warning_of_the_arm_alone_is_the_harness_and_a_shared_one_is_not() -> 
 # ---- the serving path
 
 
-@pytest.mark.parametrize("fate", ["failed", "null", "cut_early", "empty"])
+@pytest.mark.parametrize("fate", ["failed", "null", "cut_early", "odd_finish", "empty"])
 def test_what_sound_weights_do_not_do_is_the_serving_path(fate: str) -> None:
     found = attribution(lost(**{fate: 38, "finished": 2}))
     assert (found.cause, found.caught_by) == ("serving path", ("artefacts", "answers"))

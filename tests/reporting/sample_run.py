@@ -192,16 +192,17 @@ def _panel(score: TaskScore) -> ArtefactPanel:
         baseline="source", n=score.n, unit="tokens", ratio=1.034, ratio_low=0.98, ratio_high=1.09, identical=61
     )
     lost = LostAnswers(
-        baseline="source", n=score.n, lost=9, gained=1, failed=0, null=0, unfinished=0, cut_early=2, cut=1, empty=0,
+        baseline="source", n=score.n, lost=10, gained=1, failed=0, null=0, unfinished=0, cut_early=2, cut=1, empty=0,
         unextracted=0, finished=6, clean_n=110, clean_lost=6, clean_gained=1, prompts_counted=score.n, prompts_differ=0,
+        odd_finish=1,
     )  # fmt: skip
     return ArtefactPanel(
         arm=score.arm, task=score.task, filter=score.filter, n=score.n, truncated=7, empty=0, null=0, failed=0,
         stopped=score.n - 7, stop_leaks=0, disagreements=3, invalid={score.filter: score.invalid}, duplicates=2,
         think_leaks=-1, unfinished=0, length_median_tokens=80.0, length_max_tokens=256.0, accuracy_all=score.value,
-        accuracy_all_low=score.low, accuracy_all_high=score.high, finished=score.n - 7, accuracy_finished=0.913,
+        accuracy_all_low=score.low, accuracy_all_high=score.high, finished=score.n - 8, accuracy_finished=0.913,
         accuracy_finished_low=0.8, accuracy_finished_high=0.97, drift=None if score.arm == "source" else drift,
-        cut_early=2, lost=None if score.arm == "source" else lost,
+        cut_early=2, lost=None if score.arm == "source" else lost, odd_finish={"content_filter": 1},
     )  # fmt: skip
 
 

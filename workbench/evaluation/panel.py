@@ -217,6 +217,7 @@ _FATES: tuple[tuple[str, Callable[[_Entry], bool]], ...] = (
     ("unfinished", lambda entry: entry.request["thinking"] == "open"),
     ("cut_early", lambda entry: entry.cut_early),
     ("cut", lambda entry: entry.cut),
+    ("odd_finish", lambda entry: bool(entry.odd_finish)),
     ("empty", lambda entry: not entry.text.strip()),
 )
 

@@ -48,12 +48,12 @@ SHARE = 0.1
 """Least share of the lost answers, and least two of them, that must have met one fate for it to be named a cause."""
 FATES = {
     "failed": SERVING, "null": SERVING, "cut_early": SERVING, "cut": HARNESS, "unfinished": HARNESS,
-    "unextracted": HARNESS, "empty": "",
+    "unextracted": HARNESS, "odd_finish": SERVING, "empty": "",
 }  # fmt: skip
 SAID = {
     "failed": "were never answered", "null": "came back null", "cut_early": "were cut below the tokens asked for",
     "cut": "used up their tokens", "unfinished": "ended within their thought",
-    "unextracted": "are right by another extraction", "empty": "are empty",
+    "unextracted": "are right by another extraction", "odd_finish": "ended for no known reason", "empty": "are empty",
 }  # fmt: skip
 HARD = ("failed", "null", "cut_early", "prompts", "stop_leaks")
 """Kinds of findings about answers and transport that no weights, however broken, can bring about."""

@@ -115,10 +115,10 @@ class LengthDrift:
 class LostAnswers:
     """What became of the arm's answers to the documents that the baseline answered right and this arm wrong.
 
-    n: documents that both were asked; lost, gained: of these. The next eight split `lost` by the first that holds:
-    failed (never answered), null, unfinished (the think block never closed), cut_early (ended at a limit below the
-    tokens that were asked for), cut (at the tokens that were asked for), empty, unextracted (another filter scores it
-    right), finished (a whole answer, and wrong). clean_*: the pairs whose two answers are both whole, not empty, and
+    n: documents that both were asked; lost, gained: of these. `lost` is split by the first that holds: failed (never
+    answered), null, unfinished (the think block never closed), cut_early (ended at a limit below the tokens that were
+    asked for), cut (at the tokens that were asked for), odd_finish (the reason tells neither a whole answer nor a cut
+    one), empty, unextracted (another filter scores it right), finished (a whole answer, and wrong). clean_*: the pairs whose two answers are both whole, not empty, and
     read alike by every filter. prompts_differ: documents for which this arm's endpoint counted another number of prompt
     tokens than the baseline's, of the `prompts_counted` that both counted.
     """
@@ -140,6 +140,7 @@ class LostAnswers:
     clean_gained: int
     prompts_counted: int
     prompts_differ: int
+    odd_finish: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
