@@ -11,6 +11,7 @@ from workbench.formats import quantize
 from workbench.serving.numerics_probe import ExpertParts, Facts, Part, probe_columns, probe_expert, probe_linear
 
 K, N, DTYPE = 256, 96, torch.bfloat16
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CPU = torch.device("cpu")
 STATIC = 0.0021
 
@@ -37,19 +38,20 @@ def stored():
     return quantize(torch.randn(N, K, generator=torch.Generator().manual_seed(3)) * 0.05, "nvfp4")
 
 
-def ask(run, weight, *, module="m.proj", scale=STATIC, name="nvfp4") -> Facts:
+def ask(run, weight, *, module="m.proj", scale=STATIC, name="nvfp4", dtype=DTYPE) -> Facts:
     part = Part(module=module, rows=weight.shape[0], weights={name: columns_of(weight)}, input_scale=scale)
-    return probe_linear(run, k=K, dtype=DTYPE, device=CPU, parts=[part])
+    return probe_linear(run, k=K, dtype=dtype, device=CPU, parts=[part])
 
 
 def columns_of(weight: torch.Tensor) -> torch.Tensor:
     return weight[:, probe_columns(weight.shape[1])]
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("wanted", ROUNDINGS, ids=" ".join)
-def test_every_rounding_of_the_input_is_told_from_the_others(stored, wanted):
+def test_every_rounding_of_the_input_is_told_from_the_others(stored, wanted, dtype):
     weight = stored.dequantize()
-    found = ask(lambda x: F.linear(ROUNDINGS[wanted](x), weight.to(DTYPE)), weight)
+    found = ask(lambda x: F.linear(ROUNDINGS[wanted](x).to(dtype), weight.to(dtype)), weight, dtype=dtype)
     assert (found.activation, found.scale) == wanted
     assert (found.weights, found.match) == ("nvfp4", "exact")
     assert found.residual < 0.005
@@ -152,19 +154,20 @@ def expert():
     return gate, up, down
 
 
-def run_expert(gate, up, down, rounding):
+def run_expert(gate, up, down, rounding, dtype=DTYPE):
     def run(x, number):
         assert number == 3
         x = rounding(x)
-        gate_y, up_y = (F.linear(x, w.to(DTYPE)) for w in (gate, up))
-        hidden = F.silu(gate_y.float()).to(DTYPE) * up_y
-        return F.linear(rounding(hidden), down.to(DTYPE))
+        gate_y, up_y = (F.linear(x.to(dtype), w.to(dtype)) for w in (gate, up))
+        hidden = F.silu(gate_y.float()).to(dtype) * up_y
+        return F.linear(rounding(hidden).to(dtype), down.to(dtype))
 
     return run
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("wanted", [("none", ""), ("nvfp4", "per token"), ("nvfp4", "static"), ("mxfp4", "rule even")])
-def test_an_experts_rounding_is_told(expert, wanted):
+def test_an_experts_rounding_is_told(expert, wanted, dtype):
     gate, up, down = (t.dequantize() for t in expert)
     parts = ExpertParts(
         gate_up={"nvfp4": (columns_of(gate), columns_of(up))},
@@ -173,7 +176,7 @@ def test_an_experts_rounding_is_told(expert, wanted):
         down_scale=STATIC,
     )
     found = probe_expert(
-        run_expert(gate, up, down, ROUNDINGS[wanted]), 3, k=gate.shape[1], dtype=DTYPE, device=CPU, parts=parts
+        run_expert(gate, up, down, ROUNDINGS[wanted], dtype), 3, k=gate.shape[1], dtype=dtype, device=CPU, parts=parts
     )
     assert (found.weights, found.match, found.activation) == ("nvfp4", "fits", wanted[0])
     assert wanted[1] in found.scale.split(" or ")

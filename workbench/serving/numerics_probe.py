@@ -35,6 +35,7 @@ ROWS = 8  # of seeded values; fewer than any kernel's small-batch limit
 LINEAR_FIT = 0.02  # relative error of a prediction that fits: 2**-8 of a bfloat16 output, and ties rounded otherwise
 EXPERT_FIT = 0.08  # the hidden values pass the same rounding again, and some fall on its other side
 CLEAR = 1.5  # a fit is clear when the next one is this much worse
+EXACT = 1e-6  # and by no less than this: a float32 engine's products fit to the order of their sums, or fully
 MATCHES = ("exact", "fits", "rounded", "", "not", "scaled", "differs")  # from best to worst, by first word
 _GROUP = 32  # columns looked at together: the largest block of a format that is rounded by block
 _ONE_HOT = 1.0
@@ -197,9 +198,10 @@ def probe_expert(
             fits.append((_misfit(y, then.apply(hidden) @ down.T, any_factor=any_factor), name, rounding))
     fits.sort(key=lambda fit: fit[0])
     residual, name, rounding = fits[0]
-    same = [r for error, n, r in fits if n == name and r.family == rounding.family and error < CLEAR * residual]
+    enough = max(CLEAR * residual, EXACT)
+    same = [r for error, n, r in fits if n == name and r.family == rounding.family and error < enough]
     other = next((error for error, n, r in fits if (n, r.family) != (name, rounding.family)), float("inf"))
-    clear = residual <= EXPERT_FIT and other >= CLEAR * residual
+    clear = residual <= EXPERT_FIT and other >= enough
     return Facts(
         weights=name,
         match="fits" if residual <= EXPERT_FIT else "differs",
@@ -324,7 +326,7 @@ def _choose(
         return _Choice(family="none", scales=(), residual=plain[0], tried=plain[1])
     residual, best = fits[0]
     family = best.rounding.family
-    enough = max(CLEAR * residual, 1e-6)
+    enough = max(CLEAR * residual, EXACT)
     if residual > LINEAR_FIT or any(error < enough for error, t in fits if t.rounding.family != family):
         return None
     same = [t.rounding.scale for error, t in fits if t.rounding.family == family and error < enough]
