@@ -62,7 +62,7 @@ class ArmEvaluation:
         if target.exists():
             self.say.note("serving cost: measured before")
             return
-        baseline = self.settings.baseline
+        baseline = wanted.baseline or self.settings.baseline
         others = [
             name
             for name, arm in self.settings.arms.items()

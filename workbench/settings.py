@@ -179,9 +179,13 @@ class ReportSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ServingCostSettings:
-    """What is measured of serving after the answers: a preset of `bench.serve.PRESETS`, or "off"."""
+    """What is measured of serving after the answers: a preset of `bench.serve.PRESETS`, or "off".
+
+    baseline: the arm that ratios are taken to (null: the experiment's).
+    """
 
     preset: str = "off"
+    baseline: str | None = None
     repeat: int = 10
     margin: float = 0.01
     together: bool = True
@@ -301,6 +305,11 @@ def _check(settings: Settings) -> None:
         raise ConfigError(
             f"noise_arm {settings.noise_arm!r} is not among the arms",
             fix=f"noise_arm=null, or one of {', '.join(arms)}",
+        )
+    if settings.serving_cost.baseline not in (None, *arms):
+        raise ConfigError(
+            f"serving_cost.baseline {settings.serving_cost.baseline!r} is not among the arms",
+            fix=f"serving_cost.baseline=null (then {settings.baseline}), or one of {', '.join(arms)}",
         )
     unknown = [stage for stage in settings.stages if stage not in STAGES]
     if unknown:

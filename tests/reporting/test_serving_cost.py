@@ -41,8 +41,10 @@ def test_both_pages_show_the_serving_cost(tmp_path: Path) -> None:
     for text in ("1.0041", "[0.9871, 1.0213]", "inconclusive", ">17<", "3.0 GiB", 'title="no GPU, or nothing measured'):
         assert text in section, text
     assert "&lt;b&gt;some" in section
+    assert "2 cores, load average 1.0 to 2.0, vllm 0" in section
     summary = (tmp_path / "summary.md").read_text()
     assert "## Serving cost" in summary
+    assert "2 cores, load average 1.0 to 2.0, vllm 0" in summary
     assert "| 64 in, 16 out, 4 at once, 16 prompts | requant | ttft_mean_ms | 1.0041 | [0.9871, 1.0213] |" in summary
     assert "| 12.3 | 12.3 | 12.3 | 12.3 | – | 1 |" in summary
 

@@ -316,6 +316,22 @@ def test_an_experiment_measures_it_once_after_the_answers_and_leaves_the_noise_a
     assert len(servers.starts) == started  # what is there is not measured again
 
 
+def test_the_requantization_study_is_as_fast_as_offline_not_as_the_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FakeServers(monkeypatch)
+    asked = ("experiment=requant_five_models", "serving_cost=small", "serving_cost.repeat=1")
+    run, settings = experiment_run(tmp_path, monkeypatch, *asked)
+    answered(tmp_path, settings)
+    run.evaluate()
+    cost = from_json(ServingCost, (tmp_path / "serving_cost.json").read_text())
+    assert (settings.baseline, cost.baseline) == ("source", "offline")
+    assert cost.arms == ("offline", "source", "nvfp4", "online")
+    assert {r.arm for r in cost.ratios} == {"source", "nvfp4", "online"}
+    with pytest.raises(ConfigError, match=r"serving_cost\.baseline 'on_line' is not among the arms"):
+        read_settings(compose([*asked, "serving_cost.baseline=on_line"]))
+
+
 def test_by_default_an_experiment_measures_no_serving_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     servers = FakeServers(monkeypatch)
     run, settings = experiment_run(tmp_path, monkeypatch)
