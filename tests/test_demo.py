@@ -23,7 +23,8 @@ from workbench.composition import compose, resolved_yaml
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 # Three arms and few items: what is tested here is the path and the gate, so the margin is what 24 items can exclude.
-# What rounding costs this small model is a measurement (docs/results.md), not a test.
+# What rounding costs this small model is a measurement (docs/results.md), not a test. float32: on a processor without
+# instructions for bfloat16 prompts take a third of the time, and answers do not depend on their batch.
 SMALL = [
     "experiment=kimi_requant",
     "eval=[gsm8k_mini]",
@@ -33,6 +34,8 @@ SMALL = [
     "gate.margin_pp.default=35",
     "analysis.prompts=6",
     "analysis.bootstrap=50",
+    "engine.dtype=float32",
+    "kld.windows=6",
     "~arms.source_again",
     "noise_arm=null",
     "gate.reported=[]",
@@ -95,8 +98,8 @@ def test_the_records_say_what_each_arm_computed(finished: Path) -> None:
     assert (source.activation_format, source.activation_scale) == ("none", "none")
     assert (first.activation_format, first.activation_scale) == ("nvfp4", "static")
     assert (second.activation_format, second.activation_scale) == ("mxfp4", "dynamic_per_block")
-    assert first.weight_format == "bf16+nvfp4"
-    assert second.weight_format == "bf16+mxfp4"
+    assert first.weight_format == "f32+nvfp4"
+    assert second.weight_format == "f32+mxfp4"
     assert first.weight_bytes is not None
     assert second.weight_bytes is not None
     assert source.weight_bytes is not None
@@ -151,7 +154,6 @@ def damaged(finished: Path, folder: Path, damage: broken.Edit) -> str:
 def test_a_killed_run_leaves_no_server_and_continues_to_the_same_files(finished: Path, tmp_path: Path) -> None:
     arm = "nvfp4_to_mxfp4"
     path = begun(finished, tmp_path, answered=("source", "nvfp4"))
-    (path / "activations.safetensors").unlink()  # captured and measured anew, by the process that is killed
     with (tmp_path / "output").open("w") as output:
         process = subprocess.Popen(command("resume=latest"), cwd=tmp_path, stdout=output, stderr=subprocess.STDOUT)
         while process.poll() is None and answered(path / "eval" / arm) == 0:

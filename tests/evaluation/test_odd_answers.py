@@ -95,6 +95,31 @@ def test_an_odd_finish_is_not_finished_and_the_panel_names_it(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("in_process")
+def test_an_endpoint_that_hangs_fails_one_item_and_one_100_times_slower_none(tmp_path: Path) -> None:
+    hung: set[str] = set()
+
+    def hangs(n: int) -> str | None:
+        hung.update(server.prompts[:1])
+        return "hang" if server.prompts[n] in hung else None
+
+    with fake_server(canned_answer) as server:
+        server.fault = hangs
+        waited = _run(server, tmp_path / "eval" / "hangs", timeout_s=1, concurrency=1)
+    assert waited.transport is not None
+    assert waited.panels[0].failed == waited.transport.failed == 1
+    assert waited.transport.faults == {"timeout": 2}
+    assert "did not answer within 1 s" in waited.transport.examples["timeout"]
+    with fake_server(canned_answer) as server:
+        server.latency_s = 0.003
+        server.fault = lambda n: "slow" if n >= GSM8K_N - 2 else None
+        slow = _run(server, tmp_path / "eval" / "slow", concurrency=1)
+    assert slow.transport is not None
+    assert (slow.transport.failed, slow.panels[0].failed, slow.transport.slow) == (0, 0, 2)
+    assert slow.transport.latency_max_s > 0.3 > 10 * slow.transport.latency_median_s
+    assert [score.value for score in slow.scores] != [score.value for score in waited.scores]
+
+
+@pytest.mark.usefixtures("in_process")
 def test_failures_are_told_and_are_no_answers(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     told: list[tuple[int, str]] = []
