@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 
 from workbench.gating.policy import read_policy
 from workbench.gating.serving import check_serving
-from workbench.records import CostRatio, Latency, ServingCost, ServingLoad
+from workbench.records import CostRatio, Evaluation, Latency, ServerRecord, ServingCost, ServingLoad
 
 LOADS = (
     ServingLoad(input_tokens=8, output_tokens=4, concurrency=1, prompts=2),
@@ -77,3 +78,40 @@ def test_an_amount_is_held_against_every_loads_median() -> None:
 def test_what_was_not_measured_is_open(found: ServingCost | None, baseline: str) -> None:
     checked = statuses(found, baseline, max_ratio={"ttft_mean_ms": 1.01})
     assert checked == [("serving ttft_mean_ms ratio", "inconclusive")]
+
+
+HOSTS = {"a": "http://x/v1", "b": "http://y/v1"}
+
+
+def test_the_speed_of_servers_on_two_hosts_is_no_ratio() -> None:
+    rules = read_policy(
+        {
+            "name": "p",
+            "margin_pp": {"default": 1.0},
+            "gated": ["b"],
+            "serving": {"max_ratio": {"ttft_mean_ms": 1.01, "evaluation_s": 2.0}},
+        }
+    )
+    servers = {
+        arm: ServerRecord(
+            arm=arm, engine="external", base_url=url, model="", checkpoint="", backend="", weight_format="",
+            activation_format="", activation_scale="", kv_cache_dtype="", dtype="",
+        )
+        for arm, url in HOSTS.items()
+    }  # fmt: skip
+    evaluations = {
+        arm: Evaluation(
+            arm=arm, scores=(), command=(), harness="", request_order="forward", concurrency=1, seconds=seconds
+        )
+        for arm, seconds in (("a", 1.0), ("b", 9.0))
+    }
+    elsewhere = dataclasses.replace(cost(), urls=HOSTS)
+    for check in check_serving(rules, "a", servers, evaluations, elsewhere):
+        assert check.status == "inconclusive"
+        assert "b and a are servers of others on two hosts, y and x" in check.reason
+    one_host = {arm: dataclasses.replace(server, base_url=HOSTS["a"]) for arm, server in servers.items()}
+    checks = check_serving(rules, "a", one_host, evaluations, cost(ratio(0, 0.99, 1.0, 1.005)))
+    assert {(check.name, check.status) for check in checks} == {
+        ("serving ttft_mean_ms ratio", "pass"),
+        ("serving evaluation_s ratio", "fail"),
+    }

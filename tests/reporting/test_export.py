@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import re
@@ -152,6 +153,16 @@ def test_several_pairs_have_figures_of_their_own(sample_run: Path) -> None:
     assert len(names) == len(set(names))
     assert "predicted-nvfp4-nvfp4_to_mxfp4-even" in names
     assert "predicted-nvfp4-nvfp4_to_mxfp4-ceil-..-up" in names  # stays in its folder
+
+
+def test_a_ratio_is_of_the_repeats_that_it_was_made_of(sample_run: Path) -> None:
+    files = load_run(sample_run)
+    ratio = dataclasses.replace(cost().ratios[0], repeats=2, left_out=1)  # of three, one had a failed request
+    files.serving_cost = dataclasses.replace(cost(), ratios=(ratio,))
+    with matplotlib.rc_context(STYLE):
+        (latency,) = [drawn for drawn in draw_answers(files) if drawn.name == "latency"]
+        (label,) = latency.figure.axes[0].get_yticklabels()
+    assert label.get_text() == "ttft_mean_ms, 64 in, 16 out, 4 at once, 16 prompts, n = 2"
 
 
 def test_names_are_text_in_the_figures(sample_run: Path, tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
 from workbench.records import CostRatio, Latency, ServingCost, ServingLoad, Sourced, StartCost, write_json
 from workbench.reporting import build_report
+from workbench.reporting.comparable import comparable, cost_setting
+from workbench.reporting.load import load_run
 
 KNOWN = Sourced(value=2.5, source="plugin's audit")
 ABSENT = Sourced(source="no GPU, or nothing measured there")
@@ -47,6 +50,22 @@ def test_both_pages_show_the_serving_cost(tmp_path: Path) -> None:
     assert "2 cores, load average 1.0 to 2.0, vllm 0" in summary
     assert "| 64 in, 16 out, 4 at once, 16 prompts | requant | ttft_mean_ms | 1.0041 | [0.9871, 1.0213] |" in summary
     assert "| 12.3 | 12.3 | 12.3 | 12.3 | – | 1 |" in summary
+
+
+def test_servers_of_others_are_named_and_no_ratio_is_made_across_hosts(tmp_path: Path) -> None:
+    urls = {"offline": "http://x:1/v1", "requant": "http://y:1/v1"}
+    write_json(tmp_path / "serving_cost.json", dataclasses.replace(cost(), ratios=(), urls=urls))
+    section = build_report(tmp_path).read_text().partition('id="serving-cost"')[2].partition("</section>")[0]
+    for text in (section, (tmp_path / "summary.md").read_text()):
+        assert "Servers of others: offline, requant; their hardware, engine and version are not known here" in text
+        assert (
+            "No ratio of requant to offline: requant and offline are servers of others on two hosts, y and x." in text
+        )
+    files = load_run(tmp_path)
+    x, y = (cost_setting(files, "load", arm) for arm in urls)
+    assert not comparable(x, y, same_run=True)
+    assert comparable(x, x, same_run=True)
+    assert not comparable(x, x, same_run=False)
 
 
 def test_a_run_without_it_has_no_such_section(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ import pytest
 
 from workbench.errors import ConfigError, OutputError
 from workbench.records import Comparison, read_json, write_json
+from workbench.reporting import build_report
+from workbench.reporting.comparable import comparable, machine_setting
 from workbench.reporting.load import load_run
 from workbench.reporting.side_by_side import build_comparison, make_comparison
 
@@ -146,6 +148,24 @@ def test_a_serving_cost_keeps_its_own_paired_ratio(runs: dict[str, Path], tmp_pa
     (key,) = [key for key in data if "ttft" in key]
     assert key == "A.offline|A.requant|64 in, 16 out, 4 at once, 16 prompts|ttft_mean_ms"
     assert data[key] == "× 1.004 [0.987, 1.021], paired by repeat, inconclusive"
+
+
+def test_servers_of_others_on_two_hosts_are_not_compared(sample_run: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(sample_run, run)
+    for arm, host in (("source", "x"), ("nvfp4", "x"), ("mxfp4_direct", "y")):
+        edit(run / "server" / f"{arm}.json", engine="external", base_url=f"http://{host}:8000/v1", engine_version="")
+    files = load_run(run)
+    on_x, also_on_x, on_y, here = (
+        machine_setting(files, arm) for arm in ("source", "nvfp4", "mxfp4_direct", "nvfp4_to_mxfp4")
+    )
+    assert comparable(on_x, also_on_x, same_run=True)
+    assert not comparable(on_x, also_on_x, same_run=False)  # another day, perhaps another machine
+    assert not comparable(on_x, on_y, same_run=True)
+    assert not comparable(on_x, here, same_run=True)
+    said = "Servers of others: source, nvfp4, mxfp4_direct. Their hardware, engine and version are not known here"
+    assert said in build_report(run).read_text()
+    assert said in (run / "summary.md").read_text()
 
 
 # ---- in a browser ----------------------------------------------------------------------------------------------------

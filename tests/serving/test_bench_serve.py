@@ -261,6 +261,28 @@ for number, line in enumerate(sys.stdin):
 
 
 @pytest.mark.parametrize(
+    ("urls", "why"),
+    [
+        ({"a": "http://x:1/v1", "b": "http://x:2/v1"}, ""),
+        ({"a": "http://x:1/v1", "b": "http://y:1/v1"}, "b and a are servers of others on two hosts, y and x"),
+        ({"b": "http://x:1/v1"}, "b is a server of others, whose hardware, engine and version are not known here"),
+    ],
+)
+def test_servers_of_others_have_a_ratio_on_one_host_only(
+    urls: dict[str, str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FakeServers(monkeypatch)
+    engines = {arm: EngineSpec(kind="external", base_url=url) for arm, url in urls.items()}
+    specs = [ServeSpec(arm=arm, checkpoint=tmp_path, engine=engines.get(arm, EngineSpec())) for arm in ("a", "b")]
+    cost = serve.bench_serve(specs, [LOAD], repeats=2, out=tmp_path, tokenizer=tmp_path)
+    assert cost.no_ratio("b") == why
+    assert bool(cost.ratios) == (not why)
+    assert {latency.arm for latency in cost.latencies} == {"a", "b"}
+    assert (f"- no ratio of b to a: {why}" in table(cost)) == bool(why)
+    assert from_json(ServingCost, to_json(cost)) == cost
+
+
+@pytest.mark.parametrize(
     ("flags", "message"),
     [
         ([], "no arm is named"),

@@ -26,7 +26,17 @@ from workbench.bench.client import FIGURES, Client, client_flags
 from workbench.bench.machine import processor
 from workbench.bench.ratios import compare_paired
 from workbench.errors import ConfigError, EngineError
-from workbench.records import ClientRun, CostRatio, Latency, ServerRecord, ServingCost, ServingLoad, Sourced, StartCost
+from workbench.records import (
+    ClientRun,
+    CostRatio,
+    Latency,
+    ServerRecord,
+    ServingCost,
+    ServingLoad,
+    Sourced,
+    StartCost,
+    speed_apart,
+)
 from workbench.serving.command import engine_environment
 from workbench.serving.endpoint import Endpoint, start
 from workbench.serving.spec import ServeSpec
@@ -103,6 +113,8 @@ def bench_serve(
                         runs.append(run)
                         say(_line(run, loads[load]))
     arms = tuple(spec.arm for spec in specs)
+    urls = {spec.arm: spec.engine.base_url for spec in specs if spec.engine.kind == "external"}
+    alike = [arm for arm in arms if not speed_apart(arm, arms[0], urls)]
     example = client_flags(
         "http://HOST:PORT/v1", model=arms[0], tokenizer=tokenizer, load=loads[0], seed=_SEED, out=out / "client.json"
     )
@@ -117,12 +129,13 @@ def bench_serve(
         machine=processor(),
         cores=os.cpu_count() or 1,
         system_load=(before, os.getloadavg()[0]),
-        engine_version=versions[0],
+        engine_version=next(filter(None, versions), ""),
         starts=tuple(starts),
         runs=tuple(runs),
         latencies=tuple(latencies_of(runs, arms, len(loads))),
-        ratios=tuple(ratios_of(runs, arms, len(loads), margin)),
+        ratios=tuple(ratios_of(runs, alike, len(loads), margin)),
         client=("vllm", "bench", "serve", *example),
+        urls=urls,
     )
 
 

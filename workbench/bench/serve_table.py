@@ -28,6 +28,9 @@ def table(cost: ServingCost) -> str:
     ]
     if cost.ratios:
         lines += ["", *_ratios(cost)]
+    apart = {arm: cost.no_ratio(arm) for arm in cost.arms}
+    if any(apart.values()):
+        lines += ["", *(f"- no ratio of {arm} to {cost.baseline}: {why}" for arm, why in apart.items() if why)]
     if cost.failed:
         lines += ["", *_failures(cost)]
     return "\n".join(lines)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 
 from workbench.gating.policy import LATENCY_KEYS, Policy
-from workbench.records import CostRatio, Evaluation, GateCheck, ServerRecord, ServingCost
+from workbench.records import CostRatio, Evaluation, GateCheck, ServerRecord, ServingCost, speed_apart
 
 _THROUGHPUT = "output_tokens_per_s"  # as measured; its inverse, seconds a token, is what a limit can cap
 
@@ -26,15 +26,21 @@ def check_serving(
 ) -> list[GateCheck]:
     """One check an arm, gated or reported, and limit (and load, of latencies). baseline: what ratios are taken to."""
     checks = []
+    urls = {name: server.base_url for name, server in servers.items() if server.engine == "external"}
     for arm in (*rules.gated, *rules.reported):
         for key, limit in rules.serving_ratio.items():
             if key in LATENCY_KEYS:
                 checks += _latency_ratios(rules, arm, key, limit, baseline, cost)
                 continue
-            own, other = (_figure(key, name, servers, evaluations) for name in (arm, baseline))
+            name, apart = f"serving {key} ratio", speed_apart(arm, baseline, urls) if key.endswith("_s") else ""
+            if apart:
+                reason = f"{key}: no ratio: {apart}."
+                checks.append(_made(rules, arm, name, "inconclusive", math.nan, limit, "", reason))
+                continue
+            own, other = (_figure(key, each, servers, evaluations) for each in (arm, baseline))
             ratio = own / other if other > 0.0 else math.nan
             reason = f"{key}: {_amount(key, own)} against {_amount(key, other)} of {baseline}, ratio {ratio:.3g}"
-            checks.append(_check(rules, arm, f"serving {key} ratio", ratio, limit, "", reason))
+            checks.append(_check(rules, arm, name, ratio, limit, "", reason))
         for key, limit in rules.serving_max.items():
             if key in LATENCY_KEYS:
                 checks += _latencies(rules, arm, key, limit, cost)
@@ -135,7 +141,7 @@ def _value(figures: Mapping[str, float], key: str) -> float:
 def _missing(cost: ServingCost | None, arm: str) -> str:
     if cost is None:
         return "it was not measured (serving_cost=small or published does, or `workbench bench serve --out RUN`)"
-    return f"it was not measured of {arm}"
+    return cost.no_ratio(arm) or f"it was not measured of {arm}"
 
 
 # ---- one start -------------------------------------------------------------------------------------------------------

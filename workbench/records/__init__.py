@@ -22,7 +22,7 @@ from .answers import (
 from .locks import give_lock, hold_lock, take_lock
 from .measured import GemmRecord, LintFinding, LintReport, ServerRecord, TensorRecord
 from .numerics import NumericsCard, NumericsRow
-from .serving import ClientRun, CostRatio, Latency, ServingCost, ServingLoad, Sourced, StartCost
+from .serving import ClientRun, CostRatio, Latency, ServingCost, ServingLoad, Sourced, StartCost, speed_apart
 from .storage import (
     SCHEMA_VERSION,
     from_json,
@@ -93,6 +93,7 @@ __all__ = [
     "json_text",
     "plain",
     "read_json",
+    "speed_apart",
     "take_lock",
     "to_json",
     "write_bytes",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +116,8 @@ class CostRatio:
 class ServingCost:
     """serving_cost.json. loads: indices are used by runs and ratios. system_load: 1-minute averages before and after.
 
-    together: all servers ran throughout, the others idle; else each was started for every repeat.
+    together: all servers ran throughout, the others idle; else each was started for every repeat. machine, cores,
+    system_load, engine_version: of what was started here, and of the client. urls: of the servers of others, by arm.
     """
 
     baseline: str
@@ -133,8 +136,27 @@ class ServingCost:
     latencies: tuple[Latency, ...]
     ratios: tuple[CostRatio, ...]
     client: tuple[str, ...] = ()
+    urls: dict[str, str] = field(default_factory=dict)
+
+    def no_ratio(self, arm: str) -> str:
+        """Why the arm has no ratio to the baseline; "": it has one."""
+        return speed_apart(arm, self.baseline, self.urls)
 
     @property
     def failed(self) -> int:
         """Requests that failed, in all runs."""
         return sum(run.failed for run in self.runs)
+
+
+def speed_apart(arm: str, other: str, urls: Mapping[str, str]) -> str:
+    """Why speeds of two arms are no measure of each other, "" where they are. urls: of the servers of others, by arm.
+
+    Of a server of others neither hardware nor engine nor version are known; two on one host are taken to be alike.
+    """
+    foreign = [name for name in (arm, other) if name in urls]
+    if not foreign:
+        return ""
+    if len(foreign) == 1:
+        return f"{foreign[0]} is a server of others, whose hardware, engine and version are not known here"
+    one, two = (urlsplit(urls[name]).hostname for name in foreign)
+    return "" if one == two else f"{arm} and {other} are servers of others on two hosts, {one} and {two}"

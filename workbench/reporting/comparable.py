@@ -16,6 +16,7 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from workbench.records import TaskScore
 
@@ -49,8 +50,10 @@ def task_setting(files: RunFiles, score: TaskScore) -> Setting:
 
 
 def machine_setting(files: RunFiles, arm: str) -> Setting:
-    """Of speed and resident memory: hardware, engine and versions."""
+    """Of speed and resident memory: hardware, engine and versions. Of a server of others its host alone is known."""
     manifest, server = files.manifest, files.servers.get(arm)
+    if server is not None and server.engine == "external":
+        return {"processor": None, "GPUs": None, "engine's version": None, "host": urlsplit(server.base_url).hostname}
     return {
         "processor": (manifest.cpu or None) if manifest else None,
         "cores": str(manifest.cpu_count) if manifest else None,
@@ -62,9 +65,12 @@ def machine_setting(files: RunFiles, arm: str) -> Setting:
     }
 
 
-def cost_setting(files: RunFiles, load: str) -> Setting:
-    """Of the serving cost's figures under a load ("": of starting)."""
+def cost_setting(files: RunFiles, load: str, arm: str) -> Setting:
+    """Of an arm's serving cost under a load."""
     cost, manifest = files.serving_cost, files.manifest
+    if cost is not None and arm in cost.urls:
+        unknown: Setting = {"machine": None, "GPUs": None, "engine's version": None}
+        return {**unknown, "host": urlsplit(cost.urls[arm]).hostname, "load": load}
     return {
         "machine": (cost.machine or None) if cost else None,
         "cores": str(cost.cores) if cost else None,

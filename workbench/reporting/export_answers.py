@@ -153,9 +153,7 @@ def _latency(files: RunFiles) -> PaperFigure | None:
     if all(r.margin == margin for r in rows):
         axes.axvspan(1 - margin, 1 + margin, color=BAND, lw=0)
     axes.axvline(1, color="black", lw=0.7, ls=":")
-    axes.set_yticks(
-        range(len(rows)), [f"{r.figure}, {cost.loads[r.load].name}, n = {r.repeats - r.left_out}" for r in rows]
-    )
+    axes.set_yticks(range(len(rows)), [f"{r.figure}, {cost.loads[r.load].name}, n = {r.repeats}" for r in rows])
     axes.invert_yaxis()
     axes.set_xlabel(f"times {cost.baseline} (95 % interval; n repeats)")
     grid(axes)

@@ -376,7 +376,7 @@ def _latency_tables(runs: _Lettered, page: _Page) -> Iterator[Table]:
             )
         for latency in cost.latencies:
             load = cost.loads[latency.load].name
-            setting = page.setting(cost_setting(files, load))
+            setting = page.setting(cost_setting(files, load, latency.arm))
             cells = tuple(
                 None
                 if math.isnan(real(latency.figures.get(key)))
