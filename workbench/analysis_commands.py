@@ -19,6 +19,7 @@ def analyze(arguments: argparse.Namespace) -> int:
     import time
 
     from workbench import records
+    from workbench.analysis.compute import choose_compute
     from workbench.analysis.device import Device
     from workbench.analysis.faults import KINDS
     from workbench.analysis.study import analyze_checkpoints
@@ -28,6 +29,11 @@ def analyze(arguments: argparse.Namespace) -> int:
     check_folder("--out", arguments.out)
     source, first = _analyzed(arguments)
     check_input("--activations", arguments.activations)
+    if arguments.compute == "local" and (arguments.ray_address or arguments.ray_cpus):
+        raise ConfigError("--ray-address and --ray-cpus belong to --compute ray", fix="add it, or leave them out")
+    compute = choose_compute(
+        arguments.compute, address=arguments.ray_address, cpus=arguments.ray_cpus or 1, device=arguments.device
+    )
     device = Device(arguments.device)
     pair, arms = _pair_and_arms(arguments, first)
     start, reading = time.monotonic(), Progress().reading()
@@ -45,6 +51,7 @@ def analyze(arguments: argparse.Namespace) -> int:
         read_bytes=reading.add,
         moments=arguments.products == "moments",
         device=device,
+        compute=compute,
     )
     paths = {"source": source, "first": first, "second": pair.second}
     manifest = describe(

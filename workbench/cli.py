@@ -228,6 +228,13 @@ def _parser() -> argparse.ArgumentParser:
         "--bootstrap", type=_whole(1, MOST), default=1000, help="resamples of matrix products' intervals"
     )
     analyze.add_argument("--device", type=_text, default="cpu", help="cpu, or cuda (cuda:1) for one GPU: the weights")
+    analyze.add_argument(
+        "--compute", choices=["local", "ray"], default="local", help="ray: weights as tasks of a cluster"
+    )
+    analyze.add_argument(
+        "--ray-address", type=_text, metavar="HOST:PORT", help="default: $RAY_ADDRESS, else started here"
+    )
+    analyze.add_argument("--ray-cpus", type=_whole(1, MOST), metavar="N", help="processors of a task; default 1")
     analyze.add_argument("--seed", type=_whole(0, MOST), default=0)
     analyze.add_argument("--out", type=_path, required=True, metavar="FOLDER")
 

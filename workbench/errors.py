@@ -52,6 +52,10 @@ class EvaluationError(WorkbenchError):
     """A task could not be run against an endpoint, or its result files are unusable."""
 
 
+class ComputeError(WorkbenchError):
+    """A cluster that work is spread over cannot be reached, or its workers do not stay alive."""
+
+
 class ComparisonError(WorkbenchError):
     """Two arms' answers cannot be paired."""
 

@@ -32,6 +32,7 @@ from workbench.settings import STAGES, ArmSettings, Settings, read_settings
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from workbench.analysis.compute import Compute
     from workbench.records import LintReport, Verdict
     from workbench.reporting.load import RunFiles
 
@@ -142,6 +143,8 @@ def _check_rooms(settings: Settings) -> None:
     if "gate" in settings.stages:
         policy = read_policy(settings.gate)
         _check_named("gate: the experiment has", [*policy.gated, *policy.reported], settings.arms)
+    if settings.compute.kind != "local" and "analyze" in settings.stages:
+        _compute(settings)
     check_arms(settings)
 
 
@@ -279,6 +282,7 @@ class _Run:
             progress=self.say.bar,
             say=self.say.note,
             device=device,
+            compute=_compute(settings),
         )
         self.folder.measured_on(device.name, device.peak_bytes())
         target = self.folder.path / "controls.json"
@@ -384,3 +388,10 @@ def _set_threads(threads: int | None) -> None:
 
         torch.set_num_threads(threads)
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+
+
+def _compute(settings: Settings) -> Compute:
+    from workbench.analysis.compute import choose_compute
+
+    compute = settings.compute
+    return choose_compute(compute.kind, address=compute.address, cpus=compute.cpus, device=settings.analysis.device)

@@ -23,6 +23,7 @@ from workbench.composition import resolve
 from workbench.errors import ConfigError
 
 STAGES = ("prepare", "lint", "analyze", "evaluate", "compare", "gate", "report")
+COMPUTE = ("local", "ray")
 BACKENDS = ("reference", "emulation", "requant", "stock")
 MOST = 1_000_000  # of whatever is counted: above it lies a typing mistake
 MOST_SEED = (1 << 32) - 1  # numpy's
@@ -169,7 +170,13 @@ class LintSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeSettings:
+    """kind: where weights are measured, local or ray. threads: of this process (null: all). address, cpus: of Ray: the
+    cluster (null: $RAY_ADDRESS, else one that is started here), and the processors of a task."""
+
+    kind: str = "local"
     threads: int | None = None
+    address: str | None = None
+    cpus: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,6 +300,11 @@ def _check(settings: Settings) -> None:
         )
     if settings.compute.threads is not None:
         _within("compute.threads", settings.compute.threads, 1, os.cpu_count() or 1)
+    _within("compute.cpus", settings.compute.cpus, 1, MOST)
+    if settings.compute.kind not in COMPUTE:
+        raise ConfigError(
+            f"compute.kind is {settings.compute.kind!r}", fix=f"choose one: compute={' or compute='.join(COMPUTE)}"
+        )
     if settings.noise_arm == settings.baseline:
         raise ConfigError("noise_arm is the baseline itself", fix="noise_arm=null, or an arm that repeats the baseline")
     if len(set(settings.stages)) != len(settings.stages) or not settings.stages:

@@ -25,7 +25,7 @@ from .faults import Fault
 from .inputs import OpenCheckpoints
 
 if TYPE_CHECKING:
-    from .tensors import ArmPair
+    from .matrices import ArmPair
 
 GRANULARITIES = ("layer", "expert")
 
@@ -40,6 +40,11 @@ class Chosen:
     weights: dict[str, float]
     of: int
     faults: list[Fault] = field(default_factory=list)
+
+    def part(self, names: list[str]) -> Chosen:
+        """The same of some of its names, without faults."""
+        by_pair = {key: held.intersection(names) for key, held in self.by_pair.items()}
+        return Chosen(names, by_pair, {name: self.weights[name] for name in names}, self.of)
 
 
 def choose_matrices(

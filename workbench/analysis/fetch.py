@@ -21,7 +21,7 @@ from .inputs import OpenCheckpoints
 
 if TYPE_CHECKING:
     from .gemm import GemmArm
-    from .tensors import ArmPair
+    from .matrices import ArmPair
 
 
 def fetch_notes(

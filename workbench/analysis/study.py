@@ -18,15 +18,17 @@ from workbench.formats.activations import read_activations
 from workbench.records import write_json
 
 from .bootstrap import RESAMPLES
+from .compute import Compute
 from .device import Device
 from .faults import Fault
 from .fetch import fetch_notes
 from .fused import fused_view
 from .gemm import GemmArm, analyze_gemm, products_key
 from .inputs import Progress, check_resamples
+from .matrices import ArmPair
 from .pooling import pool_rows
 from .summary import AnalysisSummary, summarize
-from .tensors import ArmPair, analyze_weights, inputs_of, read_frame, write_frame
+from .tensors import analyze_weights, inputs_of, read_frame, write_frame
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -70,12 +72,14 @@ def analyze_pairs(
     progress: Progress | None = None,
     say: Callable[[str], object] | None = None,
     device: Device | None = None,
+    compute: Compute | None = None,
 ) -> AnalysisSummary:
     """Analyze every pair's weights and every named arm's matrix products; write tensors, gemm, pooled and
     fused.parquet and analysis.json into `out`.
 
     activations: captured layer inputs; None: N(0, 1) rows, and the table says so. sample: about so many matrices, of
-    weights and of products. device: of the weights' pass (None: the processor); products stay on the processor.
+    weights and of products. device, compute: of the weights' pass (None: the processor, this process); products
+    stay there.
     say: told what will be fetched from the Hub, before it is. Raises ConfigError for an arm that does not exist or
     cannot be second and for bootstrap < 1, CheckpointError for an activations file that cannot be read (before anything
     is measured) and naming the tensor where arms do not fit, OutputError.
@@ -101,6 +105,7 @@ def analyze_pairs(
             sample=sample,
             progress=progress,
             device=device,
+            compute=compute,
         ),
     )
     gemm = _table(
@@ -139,11 +144,12 @@ def analyze_checkpoints(
     progress: Progress | None = None,
     read_bytes: Callable[[int], None] | None = None,
     device: Device | None = None,
+    compute: Compute | None = None,
 ) -> AnalysisSummary:
     """One pair on plain paths: tensors.parquet, pooled.parquet, fused.parquet, analysis.json, and with `arms` (and a
     source) gemm.parquet. What cannot be analyzed is named in the summary's `faults`; the rest is.
 
-    device: of the weights' pass (None: the processor); products stay on the processor.
+    device, compute: of the weights' pass (None: the processor, this process); products stay there.
     The same call continues a killed one and ends in the same bytes. Raises ConfigError when `out` holds an analysis of
     other inputs, and what `analyze_weights` raises.
     """
@@ -168,6 +174,7 @@ def analyze_checkpoints(
             progress=progress,
             read_bytes=read_bytes,
             device=device,
+            compute=compute,
         ),
     )
     gemm = None
