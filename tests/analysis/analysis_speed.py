@@ -17,8 +17,8 @@ import torch
 from workbench.kernels import reference
 
 from workbench.analysis.algebra import Sides, measure_sides
+from workbench.analysis.matrices import _alone
 from workbench.analysis.sides import DenseSide, RoundedSide, StoredSide
-from workbench.analysis.tensors import _alone
 from workbench.formats import QuantizedTensor, quantize
 
 
