@@ -16,6 +16,7 @@ import pytest
 
 from workbench.errors import ConfigError
 from workbench.reporting import build_report
+from workbench.reporting.export import write_figures
 from workbench.reporting.heatmap import make_heat_map
 
 from .sample_run import HOSTILE
@@ -213,6 +214,19 @@ def test_a_table_of_something_else_is_named(small_run: Path, tmp_path: Path) -> 
     shutil.copytree(small_run, run_dir)
     pd.DataFrame({"a": [1]}).to_parquet(run_dir / "tensors.parquet")
     assert "tensors.parquet: its contents do not fit" in build_report(run_dir).read_text()
+
+
+def test_an_arm_that_leaves_matrices_alone_is_drawn(sample_run: Path, tmp_path: Path) -> None:
+    """Its second error is minus the first: a correlation of -1 up to rounding, and no error in total."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(sample_run, run_dir)
+    tensors = pd.read_parquet(run_dir / "tensors.parquet")
+    tensors["corr_e1_e2"] = np.where(np.arange(len(tensors)) % 3, -1.0, -1.0 + 2.0**-52)
+    tensors["sqnr_total_db"] = np.where(np.arange(len(tensors)) % 2, np.inf, tensors["sqnr_total_db"])
+    tensors.to_parquet(run_dir / "tensors.parquet")
+    page = build_report(run_dir, strict=True).read_text()
+    assert "Histogram of the correlation of e1 and e2" in page
+    assert any(path.name.startswith("correlation") for path in write_figures(run_dir, tmp_path / "figures"))
 
 
 def test_what_is_no_run_folder_is_refused_and_left_alone(tmp_path: Path) -> None:

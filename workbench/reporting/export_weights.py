@@ -8,13 +8,13 @@ there are several pairs (first, second, rule), each has its own figures.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .export_style import COLORS, COLUMN, HATCHES, MANY, PAGE, PaperFigure, bar_legend, grid, legend, mark, page, slug
+from .figures import bin_edges
 from .load import RunFiles
 from .text import real
 
@@ -131,9 +131,7 @@ def _correlation(pair: _Pair) -> PaperFigure | None:
     if not len(values):
         return None
     figure, (axes,) = page(COLUMN, 2.4)
-    axes.hist(
-        values, bins=min(40, max(8, math.ceil(math.sqrt(len(values))))), color=COLORS[0], edgecolor="white", lw=0.4
-    )
+    axes.hist(values, bins=bin_edges(values), color=COLORS[0], edgecolor="white", lw=0.4)
     axes.axvline(0, color="black", lw=0.8, ls=":")
     axes.axvline(float(np.mean(values)), color=COLORS[1], lw=1.4, ls="--")
     axes.locator_params(axis="x", nbins=6)

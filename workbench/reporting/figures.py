@@ -89,14 +89,26 @@ def draw_correlations(frame: pd.DataFrame, label: str) -> str:
     if not len(values):
         return ""
     figure, axes = new_figure(3.5, 3.3)
-    bins = min(40, max(8, math.ceil(math.sqrt(len(values)))))
-    axes.hist(values, bins=bins, color=ARM_COLORS[0], alpha=0.85)
+    axes.hist(values, bins=bin_edges(values), color=ARM_COLORS[0], alpha=0.85)
     axes.axvline(0, color=INK, lw=0.8)
     axes.axvline(float(np.mean(values)), color=ARM_COLORS[1], lw=1.4, ls="--")
     axes.locator_params(axis="x", nbins=5)
     axes.set_xlabel("corr(e1, e2)")
     axes.set_ylabel("matrices")
     return to_svg(figure, f"Histogram of the correlation of e1 and e2, {label}", "corr")
+
+
+def bin_edges(values: np.ndarray) -> np.ndarray:
+    """Edges of a histogram of finite values, the root of their number in bins, 8 to 40.
+
+    Values that differ by rounding alone (a correlation of -1 in every matrix) have no bins between them: one bar.
+    """
+    low, high = float(np.min(values)), float(np.max(values))
+    nothing = 1e-6 * max(1.0, abs(low), abs(high))
+    if high - low < nothing:
+        middle = (low + high) / 2
+        low, high = middle - 1e4 * nothing, middle + 1e4 * nothing
+    return np.linspace(low, high, min(40, max(8, math.ceil(math.sqrt(len(values))))) + 1)
 
 
 def draw_phase(frame: pd.DataFrame, label: str) -> str:
