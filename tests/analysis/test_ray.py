@@ -278,6 +278,15 @@ def test_more_processors_than_a_node_has_are_refused(
     assert "has 3 processors; the largest has 2" in capsys.readouterr().err
 
 
+def test_what_ray_sets_for_itself_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    with cluster._own_environment():
+        os.environ.update(RAY_AUTH_MODE="token", RAY_ADDRESS="10.0.0.2:6379")
+    assert "RAY_AUTH_MODE" not in os.environ
+    assert os.environ["RAY_ADDRESS"] == "10.0.0.1:6379"
+
+
 KILLED = """
 import os, signal, sys
 from workbench.analysis import cluster, tensors

@@ -89,7 +89,7 @@ class RayCompute:
         if not names:
             return
         ray = _import_ray()
-        with self._connected(ray):
+        with _own_environment(), self._connected(ray):
             self._check_nodes(ray)
             orders = self._orders(matrices)
             task = ray.remote(measure_part).options(name="workbench analyze", num_cpus=self.cpus, max_retries=RETRIES)
@@ -291,6 +291,18 @@ def _own_signals() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, handler)
+
+
+@contextlib.contextmanager
+def _own_environment() -> Iterator[None]:
+    """What Ray sets for itself (RAY_AUTH_MODE) ends with it: a server that is started later would take it over."""
+    before = {key: value for key, value in os.environ.items() if key.startswith("RAY_")}
+    try:
+        yield
+    finally:
+        for key in [key for key in os.environ if key.startswith("RAY_")]:
+            del os.environ[key]
+        os.environ.update(before)
 
 
 def _packages() -> tuple[tuple[str, str], ...]:
