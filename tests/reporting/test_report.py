@@ -229,6 +229,19 @@ def test_an_arm_that_leaves_matrices_alone_is_drawn(sample_run: Path, tmp_path: 
     assert any(path.name.startswith("correlation") for path in write_figures(run_dir, tmp_path / "figures"))
 
 
+def test_a_pair_without_a_direct_arm_shows_no_price_of_rounding_twice(sample_run: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(sample_run, run_dir)
+    analysis = json.loads((run_dir / "analysis.json").read_text())
+    for name in ("sqnr_direct_db", "loss_to_direct_db"):
+        analysis["pairs"][0][name] = {**dict.fromkeys(analysis["pairs"][0][name]), "count": 0}
+    (run_dir / "analysis.json").write_text(json.dumps(analysis))
+    before = (build_report(sample_run).read_text(), (sample_run / "summary.md").read_text())
+    after = (build_report(run_dir, strict=True).read_text(), (run_dir / "summary.md").read_text())
+    for label in ("price of rounding twice", "lost against direct, dB"):
+        assert sum(label in text for text in before) > sum(label in text for text in after) == 0
+
+
 def test_what_is_no_run_folder_is_refused_and_left_alone(tmp_path: Path) -> None:
     checkpoint, empty = tmp_path / "checkpoint", tmp_path / "empty"
     checkpoint.mkdir()
