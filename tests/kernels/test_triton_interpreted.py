@@ -53,6 +53,23 @@ def edge_rows() -> Tensor:
     return torch.cat((row[None], tiny, torch.zeros(1, 32), -torch.zeros(1, 32), thresholds, below))
 
 
+@interpreted
+def test_the_largest_is_reduced_at_once_as_one_by_one() -> None:
+    from triton.runtime.interpreter import ReduceOps
+    from workbench.kernels import triton_quantize
+
+    at_once = ReduceOps.generic_reduce
+    x = torch.cat((random_bits(8, 32), edge_rows()))
+    found = {}
+    for way in (at_once, ReduceOps.one_by_one):
+        ReduceOps.generic_reduce = way
+        try:
+            found[way] = triton_quantize.mxfp4_quantize(x)
+        finally:
+            ReduceOps.generic_reduce = at_once
+    assert same(*found.values())
+
+
 # ---- quantize --------------------------------------------------------------------------------------------------------
 
 
