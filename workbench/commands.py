@@ -104,6 +104,7 @@ def quantize(arguments: argparse.Namespace) -> int:
         weight_only=arguments.weight_only,
         shared_globals=shared_globals,
         input_amax=amax,
+        calibration=_calibration(arguments),
         progress=Progress().counter("tensors"),
         overwrite=arguments.overwrite,
         resume=arguments.resume,
@@ -122,6 +123,14 @@ def quantize(arguments: argparse.Namespace) -> int:
         f"{result.source_bytes / 1e6:.1f} MB -> {result.written_bytes / 1e6:.1f} MB (error and recipe: README.md)"
     )
     return 0
+
+
+def _calibration(arguments: argparse.Namespace) -> list[str]:
+    """The words of `quantize` that measure the input scales again; files by their names, as the card has the source."""
+    if arguments.activations:
+        return ["--activations", arguments.activations.name]
+    words = ["--calibrate", "--max-model-len", str(arguments.max_model_len)]
+    return words + (["--prompts", arguments.prompts.name] if arguments.prompts else [])
 
 
 def calibrate(arguments: argparse.Namespace) -> int:

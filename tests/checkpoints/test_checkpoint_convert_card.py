@@ -6,6 +6,7 @@ import math
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tiny_checkpoints import tiny_tensors, write_checkpoint
@@ -95,6 +96,30 @@ def test_the_command_on_the_card_repeats_the_conversion(plain, tmp_path, monkeyp
     assert cli.main(words) == 0
     for path in sorted((tmp_path / "q").iterdir()):
         assert path.read_bytes() == (tmp_path / "again" / "q" / path.name).read_bytes(), path.name
+
+
+@pytest.mark.parametrize("how", [["--calibrate"], ["--calibrate", "--prompts", "own.txt"], ["--activations", "own.st"]])
+def test_the_command_on_the_card_measures_the_input_scales_as_the_first_one_did(
+    plain, tmp_path, monkeypatch, input_amax, how
+):
+    monkeypatch.chdir(plain.parent)
+    for name in ("own.txt", "own.st"):
+        Path(name).write_text("a prompt")
+    read = []
+    monkeypatch.setattr("workbench.commands._capture", lambda arguments: ("captured", arguments.prompts))
+    monkeypatch.setattr(
+        "workbench.formats.activations.read_activations",
+        lambda file: read.append(file) or SimpleNamespace(input_amax=lambda: input_amax),
+    )
+    words = ["quantize", plain.name, str(tmp_path / "q"), "--format", "nvfp4", "--dialect", "modelopt", *how]
+    assert cli.main(words) == 0
+    command = re.search(r"```\nworkbench (quantize .*)\n```", (tmp_path / "q" / "README.md").read_text())
+    assert command is not None
+    again = shlex.split(command[1])
+    again[2] = str(tmp_path / "again" / "q")
+    assert cli.main(again) == 0
+    assert read[0] == read[1]
+    assert (tmp_path / "again" / "q" / "README.md").read_bytes() == (tmp_path / "q" / "README.md").read_bytes()
 
 
 def test_a_shipped_recipe_is_named_and_its_rules_are_listed(plain, tmp_path):

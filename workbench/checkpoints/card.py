@@ -29,7 +29,9 @@ _RESAMPLES = 1000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Card:
-    """All that a model card says. source: a Hub address, or the source folder's name. source_readme: its own card."""
+    """All that a model card says. source: a Hub address, or the source folder's name. source_readme: its own card.
+    calibration: the words of the command that give it its input scales again.
+    """
 
     name: str
     source: str
@@ -41,6 +43,7 @@ class Card:
     recipe: Recipe
     written: Written
     shared_globals: bool
+    calibration: tuple[str, ...]
     source_bytes: int
     written_bytes: int
     outcomes: tuple[Outcome, ...]
@@ -210,7 +213,7 @@ def _repeat(card: Card) -> Iterator[str]:
             words += ["--include", rule.match]
     words += ["--weight-only"] if card.written.weight_only else []
     words += [] if card.shared_globals else ["--no-shared-globals"]
-    words += ["--activations", "activations.safetensors"] if card.written.static_activations else []
+    words += card.calibration if card.written.static_activations else []
     yield "\n## Repeat\n"
     yield f"```\n{shlex.join(words)}\n```"
     if card.source_readme is not None:

@@ -80,6 +80,7 @@ def quantize_checkpoint(
     weight_only: bool = False,
     shared_globals: bool = True,
     input_amax: Mapping[str, float] | None = None,
+    calibration: Sequence[str] = ("--activations", "activations.safetensors"),
     progress: Progress | None = None,
     overwrite: bool = False,
     resume: bool = False,
@@ -93,8 +94,9 @@ def quantize_checkpoint(
     not. recipe: rules that decide before `format` does, which then may be None. shared_globals: gate/up, q/k/v and
     q_a/kv_a share one global scale, the largest amax's (servers fuse them). input_amax: module -> largest activation
     magnitude; with it an `input_scale` is written for every module whose format scales activations statically, see
-    `calibration.resolve_input_scales` for the modules without one. weight_only: activations stay unquantized.
-    progress(done, total, name) is called after each tensor.
+    `calibration.resolve_input_scales` for the modules without one. calibration: the words of `workbench quantize` that
+    measure them again, for the card. weight_only: activations stay unquantized. progress(done, total, name) is called
+    after each tensor.
 
     jobs: units converted at once, in threads; the bytes are the same for any number. resume: go on with what a killed
     conversion of the same source by the same recipe left, and keep finished shards when this one is interrupted.
@@ -137,6 +139,7 @@ def quantize_checkpoint(
             dialect=writer_dialect,
             recipe=whole,
             format=format,
+            calibration=tuple(calibration),
             plan=plan,
             transform=Transform(
                 checkpoint=checkpoint,
@@ -238,6 +241,7 @@ class _Conversion:
     dialect: Dialect
     recipe: Recipe
     format: str | None
+    calibration: tuple[str, ...]
     plan: Plan
     transform: Transform
     fingerprint: str
@@ -345,6 +349,7 @@ class _Conversion:
             recipe=self.recipe,
             written=written,
             shared_globals=self.transform.shared_globals,
+            calibration=self.calibration,
             source_bytes=self.checkpoint.total_bytes(),
             written_bytes=writer.total_bytes,
             outcomes=tuple(outcomes),
