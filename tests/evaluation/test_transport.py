@@ -121,12 +121,12 @@ def test_a_server_without_echo_is_told() -> None:
 
 def test_slowdown_has_its_own_figures() -> None:
     with fake_server(lambda prompt: prompt) as server:
-        server.latency_s = 0.003
+        server.latency_s = 0.01
         server.fault = lambda n: "slow" if n >= 36 else None
         transport, answers, _ = _ask(server, concurrency=2)
     record = transport.record(requests=N, resumed=0, prompt=None, completion=None)
     assert len(answers) == N
-    assert record.slow == 4
+    assert 4 <= record.slow < N / 2  # other work on the machine may make some of the others slow
     assert record.slowdown > 20
     assert record.latency_max_s > 0.3 > record.latency_median_s
 
