@@ -146,7 +146,7 @@ def test_mmlu(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("in_process")
-@pytest.mark.skipif("WORKBENCH_SHARED_DATA" not in os.environ, reason="needs WORKBENCH_SHARED_DATA")
+@pytest.mark.skipif(not os.environ.get("WORKBENCH_SHARED_DATA"), reason="needs WORKBENCH_SHARED_DATA")
 def test_aime25_is_the_mean_over_seeds_with_the_interval_of_its_problems(tmp_path: Path) -> None:
     file = Path(os.environ["WORKBENCH_SHARED_DATA"]) / "aime25" / "aime25_lm_eval.jsonl"
     problems = [json.loads(line) for line in file.read_text().splitlines()][:6]

@@ -90,7 +90,7 @@ def test_perplexity_is_exact_and_states_its_conventions(tmp_path: Path, tokenize
     assert again.perplexities == evaluation.perplexities
 
 
-@pytest.mark.skipif("WORKBENCH_SHARED_DATA" not in os.environ, reason="needs WORKBENCH_SHARED_DATA")
+@pytest.mark.skipif(not os.environ.get("WORKBENCH_SHARED_DATA"), reason="needs WORKBENCH_SHARED_DATA")
 def test_wikitext_2_counts_are_those_of_its_test_split(tmp_path: Path, tokenizer_dir: Path) -> None:
     pages = Path(os.environ["WORKBENCH_SHARED_DATA"]) / "wikitext2" / "document_level_test.jsonl"
     spec = task_spec(

@@ -82,7 +82,7 @@ def test_mmlu_pro_is_lm_evals_own_for_every_subject(tmp_path: Path) -> None:
     assert compared == len(prompts) == 1000
 
 
-@pytest.mark.skipif("WORKBENCH_SHARED_DATA" not in os.environ, reason="needs WORKBENCH_SHARED_DATA")
+@pytest.mark.skipif(not os.environ.get("WORKBENCH_SHARED_DATA"), reason="needs WORKBENCH_SHARED_DATA")
 def test_published_documents_render_as_lm_eval_renders_them(tmp_path: Path) -> None:
     shared = Path(os.environ["WORKBENCH_SHARED_DATA"])
     data = {
@@ -255,7 +255,7 @@ def test_a_task_file_is_run_as_it_stands(tmp_path: Path) -> None:
         check_tasks((task_spec({"name": "x", "task": str(tmp_path / "gone.yaml"), "primary_filter": "none"}),))
 
 
-@pytest.mark.skipif("WORKBENCH_SHARED_DATA" not in os.environ, reason="needs WORKBENCH_SHARED_DATA")
+@pytest.mark.skipif(not os.environ.get("WORKBENCH_SHARED_DATA"), reason="needs WORKBENCH_SHARED_DATA")
 def test_published_aime_and_wikitext_render_as_lm_eval_renders_them(tmp_path: Path) -> None:
     shared = Path(os.environ["WORKBENCH_SHARED_DATA"])
     aime = {"test": str(shared / "aime25" / "aime25_lm_eval.jsonl")}
