@@ -89,14 +89,12 @@ def workers(address: str) -> Iterator[str]:
     """The cluster, held connected, so that its two workers start once; tests hand them functions of this file."""
     import ray
 
-    handlers = signal.getsignal(signal.SIGTERM), sys.excepthook
-    ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    yield address
-    ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
-    ray.shutdown()
-    signal.signal(signal.SIGTERM, handlers[0])
-    sys.excepthook = handlers[1]
+    excepthook = sys.excepthook
+    with cluster.RayCompute(address)._connected(ray):
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+        yield address
+        ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+    sys.excepthook = excepthook
 
 
 @pytest.fixture(autouse=True)
@@ -171,18 +169,6 @@ def test_two_workers_write_the_bytes_and_name_the_faults_of_one_process(
     assert [path.read_text() for path in folder.iterdir() if path.name.isdecimal()] == ["1", "1"]
 
 
-def test_a_task_has_the_threads_that_it_is_given(
-    folder: Path, alone: Path, workers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cluster, "measure_part", seen)
-    for path in folder.iterdir():
-        if path.name.isdecimal():
-            path.unlink()
-    assert analyze(tmp_path / "out", "--ray-cpus", "2") == 2
-    assert_same(tmp_path / "out", alone)
-    assert {path.read_text() for path in folder.iterdir() if path.name.isdecimal()} == {"2"}
-
-
 def test_the_driver_holds_few_results(workers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of eight tasks, four are submitted before the first is taken."""
     submitted: list[int] = []
@@ -204,33 +190,6 @@ def test_the_driver_holds_few_results(workers: str, tmp_path: Path, monkeypatch:
 
 
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
-
-
-def test_the_task_of_a_worker_that_is_killed_is_done_by_another(
-    folder: Path, alone: Path, workers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cluster, "measure_part", dies_once)
-    assert analyze(tmp_path / "out") == 2
-    assert (folder / "died").exists()
-    assert_same(tmp_path / "out", alone)
-
-
-@pytest.mark.slow
-def test_a_task_that_kills_every_worker_is_named_and_the_rest_goes_on_without_it(
-    alone: Path, workers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    with monkeypatch.context() as patch:
-        patch.setattr(cluster, "RETRIES", 1)
-        patch.setattr(cluster, "measure_part", dies)
-        assert analyze(out) == 3
-    shown = capsys.readouterr().err
-    assert "Ray gave up on model.layers.1.mlp.experts.8.gate_proj.weight, " in shown
-    assert "and 3 more (a task is tried 2 times)" in shown
-    assert "the same command goes on" in shown
-    assert len((out / ".tensors.journal").read_text().splitlines()) == 1 + 2 * OF_A_TASK
-    assert main(["analyze", "source", "first", "--out", str(out)]) == 2  # one process goes on with it
-    assert_same(out, alone)
 
 
 def test_a_checkpoint_that_a_worker_cannot_see_is_named_with_the_host(
@@ -304,17 +263,16 @@ sys.exit(main(["analyze", *sys.argv[1:]]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("own", [True, False], ids=["own cluster", "given cluster"])
 def test_a_killed_driver_leaves_no_server_and_goes_on_to_the_same_bytes(
-    folder: Path, alone: Path, workers: str, tmp_path: Path, own: bool
+    folder: Path, alone: Path, workers: str, tmp_path: Path
 ) -> None:
+    """Killed with a cluster of its own; the other cluster goes on."""
     before, out = _of_ray(), tmp_path / "out"
-    where = [] if own else ["--ray-address", workers]
-    command = [sys.executable, "-c", KILLED, "source", "first", "--out", str(out), "--compute", "ray", *where]
+    command = [sys.executable, "-c", KILLED, "source", "first", "--out", str(out), "--compute", "ray"]
     killed = subprocess.run(command, cwd=folder, env={**os.environ, "RAY_ADDRESS": ""}, timeout=120, check=False)
     assert killed.returncode == -signal.SIGKILL
     assert len((out / ".tensors.journal").read_text().splitlines()) == 1 + 20
-    assert (main(["analyze", "source", "first", "--out", str(out)]) if own else analyze(out)) == 2
+    assert analyze(out) == 2
     assert_same(out, alone)
     assert _ends(before)
 
@@ -329,6 +287,45 @@ def test_a_cluster_that_is_gone_is_said_to_be(
     monkeypatch.setattr(cluster, "_answers", lambda address: False)
     assert analyze(tmp_path / "out") == 3
     assert "the Ray cluster's head no longer answers" in capsys.readouterr().err
+
+
+def test_the_task_of_a_worker_that_is_killed_is_done_by_another(
+    folder: Path, alone: Path, workers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "measure_part", dies_once)
+    assert analyze(tmp_path / "out") == 2
+    assert (folder / "died").exists()
+    assert_same(tmp_path / "out", alone)
+
+
+@pytest.mark.slow
+def test_a_task_that_kills_every_worker_is_named_and_the_rest_goes_on_without_it(
+    alone: Path, workers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(cluster, "RETRIES", 1)
+        patch.setattr(cluster, "measure_part", dies)
+        assert analyze(out) == 3
+    shown = capsys.readouterr().err
+    assert "Ray gave up on model.layers.1.mlp.experts.8.gate_proj.weight, " in shown
+    assert "and 3 more (a task is tried 2 times)" in shown
+    assert "the same command goes on" in shown
+    assert len((out / ".tensors.journal").read_text().splitlines()) == 1 + 2 * OF_A_TASK
+    assert main(["analyze", "source", "first", "--out", str(out)]) == 2  # one process goes on with it
+    assert_same(out, alone)
+
+
+def test_a_task_has_the_threads_that_it_is_given(
+    folder: Path, alone: Path, workers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "measure_part", seen)
+    for path in folder.iterdir():
+        if path.name.isdecimal():
+            path.unlink()
+    assert analyze(tmp_path / "out", "--ray-cpus", "2") == 2
+    assert_same(tmp_path / "out", alone)
+    assert {path.read_text() for path in folder.iterdir() if path.name.isdecimal()} == {"2"}
 
 
 # ---- what is refused before anything is measured ---------------------------------------------------------------------

@@ -89,17 +89,24 @@ class RayCompute:
         if not names:
             return
         ray = _import_ray()
+        shared = ray.is_initialized()
         with _own_environment(), self._connected(ray):
             self._check_nodes(ray)
             orders = self._orders(matrices)
             task = ray.remote(measure_part).options(name="workbench analyze", num_cpus=self.cpus, max_retries=RETRIES)
             waiting: deque[tuple[Chosen, Any]] = deque()
-            for part in _parts(matrices, names):
-                waiting.append((part, task.remote(orders, part)))
-                if len(waiting) >= 2 * self._slots(ray):
-                    yield from _take(ray, *waiting.popleft())
-            while waiting:
-                yield from _take(ray, *waiting.popleft())
+            try:
+                for part in _parts(matrices, names):
+                    waiting.append((part, task.remote(orders, part)))
+                    if len(waiting) >= 2 * self._slots(ray):
+                        yield from _take(ray, *waiting[0])
+                        waiting.popleft()
+                while waiting:
+                    yield from _take(ray, *waiting[0])
+                    waiting.popleft()
+            finally:
+                for _, reference in waiting if shared else ():  # else they end with the connection
+                    ray.cancel(reference)
 
     def _check_address(self) -> None:
         """Ray itself would try for many minutes."""
