@@ -8,12 +8,13 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
+from omegaconf import open_dict
 
 from workbench import cli
 from workbench.composition import compose, policy_file
 from workbench.errors import ConfigError
 from workbench.evaluation.spec import task_spec
-from workbench.settings import Settings, read_settings
+from workbench.settings import Settings, check_arm_name, read_settings
 
 CONF = Path(str(files("workbench.conf")))
 README = Path(__file__).parent.parent / "README.md"
@@ -129,6 +130,26 @@ def test_mini_full_is_the_real_policy() -> None:
 def test_a_setting_nobody_reads_or_that_does_not_fit_is_refused_by_name(override: str, named: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(named)):
         settings("experiment=kimi_requant", override)
+
+
+@pytest.mark.parametrize("ending", [".facts", ".audit", ".numerics"])
+def test_an_arm_that_would_be_taken_for_another_ones_file_is_refused(
+    ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    composed = compose(["experiment=kimi_requant"])
+    with open_dict(composed):
+        composed.arms[f"nvfp4{ending}"] = composed.arms.nvfp4
+    with pytest.raises(ConfigError, match=f"server/nvfp4{ending}.json") as refused:
+        read_settings(composed)
+    assert ending in str(refused.value.fix)
+    evaluate = ["evaluate", "http://127.0.0.1:9/v1", "--model", "m", "--tokenizer", "/t", "--task", "gsm8k_mini"]
+    for words in (
+        [*evaluate, "--arm", f"nvfp4{ending}", "--out", str(tmp_path)],
+        ["bench", "serve", "--arm", f"nvfp4{ending}=/x", "--out", str(tmp_path)],
+    ):
+        assert cli.main(words) == 3
+        assert f"server/nvfp4{ending}.json" in capsys.readouterr().err
+    check_arm_name("--arm", f"nvfp4{ending}.1")
 
 
 def test_text_that_looks_like_a_number_is_taken_in_quotes_and_in_an_environment() -> None:

@@ -21,9 +21,9 @@ def evaluate(arguments: argparse.Namespace) -> int:
     from workbench import records
     from workbench.evaluation.run import check_unfinished, evaluate
     from workbench.progress import Progress
-    from workbench.settings import check_name
+    from workbench.settings import check_arm_name
 
-    check_name("--arm", arguments.arm)
+    check_arm_name("--arm", arguments.arm)
     say = Progress()
     out = arguments.out / "eval" / arguments.arm
     check_folder("--out", out)

@@ -151,11 +151,11 @@ def _named_arms(texts: list[tuple[str, str]], engine: EngineSpec) -> list[ServeS
     import dataclasses
 
     from workbench.serving.spec import ServeSpec
-    from workbench.settings import check_name
+    from workbench.settings import check_arm_name
 
     specs = []
     for name, text in texts:
-        check_name("--arm", name)
+        check_arm_name("--arm", name)
         checkpoint, *rest = text.split(",")
         options: dict[str, Any] = dict(part.partition("=")[::2] for part in rest)
         if unknown := [key for key in options if key not in _ARM_KEYS]:

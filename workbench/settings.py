@@ -27,6 +27,7 @@ COMPUTE = ("local", "ray")
 BACKENDS = ("reference", "emulation", "requant", "stock")
 MOST = 1_000_000  # of whatever is counted: above it lies a typing mistake
 MOST_SEED = (1 << 32) - 1  # numpy's
+BESIDE_ARMS = (".facts", ".audit", ".numerics")  # server/<arm>.json has such files beside it
 T = TypeVar("T")
 
 
@@ -270,6 +271,16 @@ def check_name(what: str, name: str) -> None:
         )
 
 
+def check_arm_name(what: str, name: str) -> None:
+    """Raise ConfigError as `check_name` does, and for an arm whose files would be taken for another arm's."""
+    check_name(what, name)
+    if name.endswith(BESIDE_ARMS):
+        raise ConfigError(
+            f"{what} is {name!r}: server/{name}.json would be taken for a file of the arm {name.rpartition('.')[0]!r}",
+            fix=f"choose a name that does not end in {', '.join(BESIDE_ARMS)}",
+        )
+
+
 def _check(settings: Settings) -> None:
     arms = settings.arms
     check_name("name", settings.name)
@@ -277,7 +288,7 @@ def _check(settings: Settings) -> None:
     for checkpoint_name in settings.model.checkpoints:
         check_name(f"model.checkpoints.{checkpoint_name}", checkpoint_name)
     for arm_name in arms:
-        check_name(f"arms.{arm_name}", arm_name)
+        check_arm_name(f"arms.{arm_name}", arm_name)
     for key in ("out", "cache"):
         if not getattr(settings.paths, key):
             raise ConfigError(f"paths.{key} is empty", fix=f"name a folder, e.g. paths.{key}=reports")
