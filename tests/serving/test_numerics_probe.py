@@ -8,7 +8,15 @@ import torch.nn.functional as F
 from workbench.kernels import mx, reference, scaled
 
 from workbench.formats import quantize
-from workbench.serving.numerics_probe import ExpertParts, Facts, Part, probe_columns, probe_expert, probe_linear
+from workbench.serving.numerics_probe import (
+    ExpertParts,
+    Facts,
+    Part,
+    merge_facts,
+    probe_columns,
+    probe_expert,
+    probe_linear,
+)
 
 K, N, DTYPE = 256, 96, torch.bfloat16
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -197,3 +205,41 @@ def test_an_up_projection_decoded_with_the_gates_global_is_told(expert):
     run = run_expert(gate, up * ratio, down, lambda x: x)
     found = probe_expert(run, 3, k=gate.shape[1], dtype=DTYPE, device=CPU, parts=parts)
     assert found.weights == named
+
+
+def fact(activation: str, *, closest: str = "", weights: str = "int4_group") -> Facts:
+    differing = f"closest: {closest}" if closest else ""
+    return Facts(
+        weights=weights, match="fits", weight_error=0.009, activation=activation, residual=0.009,
+        differing=differing, closest=closest,
+    )  # fmt: skip
+
+
+def test_an_unclear_expert_is_what_the_clear_ones_are_where_that_fits_it_best():
+    names = [f"expert {e}" for e in range(3)]
+    found = merge_facts([fact("none"), fact("unclear", closest="none"), fact("none")], names)
+    assert (found.activation, found.differing) == ("none", "")
+    for odd in (
+        fact("unclear", closest="int8"),  # the others' is not its best fit
+        fact("unclear"),  # nothing fits
+        fact("unclear", closest="none", weights="bf16"),  # of other weights
+    ):
+        assert merge_facts([fact("none"), odd, fact("none")], names).activation == "unclear"
+    mixed = [fact("none"), fact("unclear", closest="none"), fact("int8")]
+    assert merge_facts(mixed, names).activation == "unclear"  # the clear ones do not agree
+    assert merge_facts([fact("unclear", closest="none")] * 3, names).activation == "unclear"  # none is clear
+
+
+def test_an_expert_whose_fit_is_not_clear_names_the_closest(expert):
+    gate, up, down = (t.dequantize() for t in expert)
+    parts = ExpertParts(gate_up={"nvfp4": (columns_of(gate), columns_of(up))}, down={"nvfp4": down})
+    noise = torch.Generator().manual_seed(0)
+
+    def run(x, number):  # an output's noise of which INT8's rounding of the input is a small part
+        y = run_expert(gate, up, down, lambda x: x)(x, number).float()
+        return y * (1 + 0.03 * torch.randn(y.shape, generator=noise))
+
+    found = probe_expert(run, 3, k=gate.shape[1], dtype=DTYPE, device=CPU, parts=parts)
+    assert (found.match, found.activation) == ("fits", "unclear")
+    assert found.closest in ("none", "int8")
+    assert found.differing.startswith(f"closest: {found.closest}")

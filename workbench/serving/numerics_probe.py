@@ -79,7 +79,8 @@ class Facts:
     "fits" (experts: the output's error is within tolerance), or "differs". weight_error: relative, of the columns (of
     the output for experts). activation: "none", a format, or "unclear". scale: how its scale was found; several where
     the probe could not tell them apart, joined by " or ". residual: relative error of the best prediction.
-    differing: what the two batch sizes, or the matrices of the layer, do not agree on ("" = they agree).
+    differing: what the two batch sizes, or the matrices of the layer, do not agree on ("" = they agree). closest: of an
+    expert whose activation is unclear though its output fits, the format that fits best; "" otherwise.
     """
 
     weights: str = ""
@@ -89,6 +90,7 @@ class Facts:
     scale: str = ""
     residual: float = float("nan")
     differing: str = ""
+    closest: str = ""
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,7 @@ def probe_expert(
         scale=" or ".join(dict.fromkeys(r.scale for r in same if r.scale)) if clear else "",
         residual=residual,
         differing="" if clear else f"closest: {rounding.family} {rounding.scale}".rstrip(),
+        closest=rounding.family if not clear and residual <= EXPERT_FIT else "",
     )
 
 
@@ -379,6 +382,7 @@ def merge_facts(found: list[Facts], names: list[str]) -> Facts:
     """Facts of a layer from those of its matrices (or experts): the worst, and what they differ in. names: of each."""
     if len(found) == 1:
         return found[0]
+    found = _as_the_clear_ones(found)
     worst = max(found, key=lambda f: (MATCHES.index(f.match.split(" ")[0]), f.weight_error))
     differing = [f"{n}: {f.differing}".lstrip(": ") for n, f in zip(names, found, strict=True) if f.differing]
     kinds = {f.activation for f in found}
@@ -388,6 +392,22 @@ def merge_facts(found: list[Facts], names: list[str]) -> Facts:
         return _replace(worst, found, worst.activation, scale, differing)
     said = [f"{n}: {f.activation} {f.scale}".rstrip() for n, f in zip(names, found, strict=True)]
     return _replace(worst, found, kinds.pop() if len(kinds) == 1 else "unclear", "mixed", [*differing, *said])
+
+
+def _as_the_clear_ones(found: list[Facts]) -> list[Facts]:
+    """An unclear expert whose best fit is what all clear ones run, with the same weights, runs that: a fine rounding of
+    one expert's input may be lost in its output's own.
+    """
+    clear = [f for f in found if f.activation != "unclear"]
+    if len({(f.weights, f.activation) for f in clear}) != 1:
+        return found
+    kind = clear[0]
+    return [
+        dataclasses.replace(f, activation=kind.activation, scale=kind.scale, differing="", closest="")
+        if f.activation == "unclear" and (f.weights, f.closest) == (kind.weights, kind.activation)
+        else f
+        for f in found
+    ]
 
 
 def _replace(worst: Facts, found: list[Facts], activation: str, scale: str, differing: list[str]) -> Facts:
