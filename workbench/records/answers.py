@@ -118,9 +118,10 @@ class LostAnswers:
     n: documents that both were asked; lost, gained: of these. `lost` is split by the first that holds: failed (never
     answered), null, unfinished (the think block never closed), cut_early (ended at a limit below the tokens that were
     asked for), cut (at the tokens that were asked for), odd_finish (the reason tells neither a whole answer nor a cut
-    one), empty, unextracted (another filter scores it right), finished (a whole answer, and wrong). clean_*: the pairs whose two answers are both whole, not empty, and
-    read alike by every filter. prompts_differ: documents for which this arm's endpoint counted another number of prompt
-    tokens than the baseline's, of the `prompts_counted` that both counted.
+    one), empty, unextracted (another filter scores it right), finished (a whole answer, and wrong). clean_*: the pairs
+    whose two answers are both whole, not empty, and read alike by every filter. prompts_differ: documents
+    for which this arm's endpoint counted another number of prompt tokens than the baseline's, of the `prompts_counted`
+    that both counted.
     """
 
     baseline: str

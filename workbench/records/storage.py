@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import os
+import sys
 import tempfile
 import types
 import typing
@@ -17,6 +18,7 @@ from workbench.errors import OutputError
 
 SCHEMA_VERSION = 1
 T = TypeVar("T")
+_LARGEST = int(sys.float_info.max)
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
@@ -29,17 +31,21 @@ def to_json(record: Any) -> str:
 
 def from_json(kind: type[T], text: str) -> T:
     """Read a record of dataclass `kind` back. Raises ValueError on what is no JSON object of its keys, types
-    and version, naming the field."""
-    try:
-        payload = json.loads(text)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+    and version, and on numbers beyond int64 and float64, naming the field."""
+    payload = _parse(text)
     if not isinstance(payload, dict):
         raise ValueError(f"it holds a {type(payload).__name__}, expected a {kind.__name__} as a JSON object")
     version = payload.pop("schema_version", None)
     if version != SCHEMA_VERSION:
         raise ValueError(f"{kind.__name__}: schema version {version}, this code reads {SCHEMA_VERSION}")
     return _build(kind, payload, kind.__name__)
+
+
+def parse_json(text: str) -> Any:
+    """JSON as plain data. Raises ValueError, naming the key, where a number is beyond int64 (whole) or float64."""
+    value = _parse(text)
+    _check_numbers(value, "")
+    return value
 
 
 def write_json(path: Path, record: Any) -> None:
@@ -110,6 +116,51 @@ def plain(value: Any) -> Any:
     return value
 
 
+class _Beyond:
+    """A JSON number that float64 cannot hold: refused by whoever reads the key that it stands at."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __str__(self) -> str:
+        cut = len(self.text) > 24 and "…" not in self.text
+        return f"{self.text[:8]}… ({len(self.text)} characters)" if cut else self.text
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads(text, parse_int=_whole, parse_float=_fraction)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def _whole(text: str) -> int | _Beyond:
+    """Of no more digits than the largest float64 has: Python's own limit (4300) would not tell the key."""
+    if len(text) < 19:
+        return int(text)
+    number = int(text) if len(text) <= 310 else None
+    return _Beyond(text) if number is None or abs(number) > _LARGEST else number
+
+
+def _fraction(text: str) -> float | _Beyond:
+    number = float(text)
+    return _Beyond(text) if math.isinf(number) else number
+
+
+def _check_numbers(value: Any, where: str) -> None:
+    """Raise ValueError where plain data holds a number beyond int64 or float64."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check_numbers(item, f"{where}.{key}" if where else str(key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _check_numbers(item, f"{where}[{index}]")
+    elif isinstance(value, _Beyond) or (isinstance(value, int) and not -(2**63) <= value < 2**63):
+        raise ValueError(
+            f"{where} is {value if isinstance(value, _Beyond) else _Beyond(str(value))}, a number beyond 64 bits"
+        )
+
+
 def _build(kind: Any, value: Any, where: str) -> Any:
     """A value of type `kind` from its JSON. Raises ValueError naming the field that holds something else."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
@@ -133,6 +184,8 @@ def _build(kind: Any, value: Any, where: str) -> Any:
         if value is None:
             return math.nan
         return float(value if value in ("inf", "-inf") else _held((int, float), value, where))
+    if kind is int or kind is Any:
+        _check_numbers(value, where)
     return value if kind is Any else _held(kind, value, where)
 
 
@@ -143,6 +196,8 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _held(kinds: Any, value: Any, where: str) -> Any:
+    if isinstance(value, _Beyond):
+        raise ValueError(f"{where} is {value}, a number beyond 64 bits")
     if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
         expected = "a number" if kinds == (int, float) else kinds.__name__
         raise ValueError(f"{where} is {repr(value)[:80]}, expected {expected}")

@@ -11,8 +11,6 @@ matrices): where it would not, fewer flips and figures are printed; the files be
 from __future__ import annotations
 
 import base64
-import contextlib
-import dataclasses
 import functools
 import hashlib
 import json
@@ -29,6 +27,7 @@ from workbench.records import write_text
 
 from .as_json import flip_lines, report_json
 from .context import DETAILS, make_context
+from .fitting import MISFIT, draw_fitting
 from .load import RunFiles, load_run
 from .text import FILTERS, clip, interval, visible
 from .weights import Drawings
@@ -38,14 +37,6 @@ LARGE_LIMIT_BYTES = 2_000_000
 LARGE_MATRICES = 20_000
 SCRIPTS = ("page.js", "tensors.js", "heatmap.js")
 LONGEST_TEXT = 32_000  # characters of one text: more is no reading matter, and it must not fill the page
-
-_PARTS = {  # file: RunFiles' attribute
-    "analysis.json": "analysis", "gemm.parquet": "gemm", "tensors.parquet": "tensors", "pooled.parquet": "pooled",
-    "fused.parquet": "fused", "verdict.json": "verdict", "comparison.json": "comparison", "lint": "lint",
-    "server": "servers", "eval": "evaluations", "manifest.json": "manifest", "serving_cost.json": "serving_cost",
-}  # fmt: skip
-_BY_ARM = ("lint", "servers", "evaluations")
-_MISFIT = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, jinja2.TemplateError)
 
 
 def build_report(run_dir: Path, *, strict: bool = False) -> Path:
@@ -58,7 +49,7 @@ def build_report(run_dir: Path, *, strict: bool = False) -> Path:
     if not str(run_dir):
         raise ConfigError("'' is no run folder", fix="give the folder that a run printed")
     run_dir = Path(run_dir)
-    pages, files = _render_readable(load_run(run_dir))
+    files, pages = draw_fitting(load_run(run_dir), _render_pages, misfit=(*MISFIT, jinja2.TemplateError))
     for name, text in pages.items():
         write_text(run_dir / name, text)
     if strict:
@@ -73,26 +64,6 @@ def content_policy(script: str) -> str:
         f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
-
-
-def _render_readable(files: RunFiles) -> tuple[dict[str, str], RunFiles]:
-    """The pages by name, and the files shown. A file that reads well but holds something else is found by leaving files
-    out."""
-    try:
-        return _render_pages(files), files
-    except _MISFIT as error:
-        present = [name for name, attribute in _PARTS.items() if _is_there(getattr(files, attribute))]
-        for left_out in [*([name] for name in present), *(present[:n] for n in range(2, len(present) + 1))]:
-            problems = [f"{name}: its contents do not fit ({type(error).__name__}: {error})" for name in left_out]
-            changes: dict[str, Any] = {_PARTS[name]: {} if _PARTS[name] in _BY_ARM else None for name in left_out}
-            with contextlib.suppress(*_MISFIT):
-                fewer = dataclasses.replace(files, problems=[*files.problems, *problems], **changes)
-                return _render_pages(fewer), fewer
-        raise
-
-
-def _is_there(part: Any) -> bool:
-    return part is not None and not (isinstance(part, dict) and not part)
 
 
 def _render_pages(files: RunFiles) -> dict[str, str]:

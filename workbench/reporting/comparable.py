@@ -11,11 +11,10 @@ them is unknown, or where one run measured both under settings that it recorded 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 from urllib.parse import urlsplit
 
 from workbench.records import TaskScore
@@ -23,7 +22,6 @@ from workbench.records import TaskScore
 from .load import RunFiles
 
 Setting = dict[str, str | None]
-T = TypeVar("T")
 
 
 def comparable(a: Setting, b: Setting, same_run: bool) -> bool:
@@ -98,18 +96,6 @@ def fingerprint_of(files: RunFiles, arm: str) -> str | None:
         return server.fingerprint
     described = files.manifest.checkpoints.get(arm, {}) if files.manifest else {}
     return described.get("fingerprint")
-
-
-def readable(files: RunFiles, draw: Callable[[RunFiles], T]) -> tuple[RunFiles, T]:
-    """What `draw` makes of a run. Where analysis.json, which is plain data, does not fit, it is left out and named."""
-    try:
-        return files, draw(files)
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        if files.analysis is None:
-            raise
-        problem = f"analysis.json: its contents do not fit ({type(error).__name__}: {error})"
-        files = dataclasses.replace(files, analysis=None, problems=[*files.problems, problem])
-        return files, draw(files)
 
 
 def differing(runs: Sequence[RunFiles]) -> list[tuple[str, list[tuple[str, list[str | None]]]]]:

@@ -16,10 +16,10 @@ from pathlib import Path
 from workbench.errors import ConfigError
 from workbench.records import write_bytes, write_text
 
-from .comparable import readable
 from .export_answers import draw_answers
 from .export_style import STYLE, PaperFigure
 from .export_weights import draw_weights
+from .fitting import draw_fitting
 from .load import RunFiles, load_run
 from .text import cell
 
@@ -38,7 +38,7 @@ def write_figures(run_dir: Path, out: Path | None = None) -> list[Path]:
     written: list[Path] = []
     captions: list[str] = []
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, **STYLE, "backend": "agg"}):
-        files, figures = readable(load_run(run_dir), lambda files: [*draw_answers(files), *draw_weights(files)])
+        files, figures = draw_fitting(load_run(run_dir), lambda files: [*draw_answers(files), *draw_weights(files)])
         for figure in figures:
             for ending in ("png", "svg"):
                 path = out / f"{figure.name}.{ending}"

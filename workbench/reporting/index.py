@@ -27,12 +27,12 @@ from .comparable import (
     comparable,
     machine_setting,
     plain_settings,
-    readable,
     settings_of,
     task_setting,
     weight_setting,
 )
 from .context import VERDICTS
+from .fitting import draw_fitting
 from .load import RunFiles, is_run, load_run
 from .pages import relative_link, render_page, when
 from .text import interval, number, percent, real, seconds
@@ -110,7 +110,7 @@ def render_index(root: Path, link_to: Any) -> str:
     """The page's text. link_to(run folder): the link to its report ("": there is none)."""
     if not root.is_dir():
         raise ConfigError(f"{root} is no folder", fix="give the folder that the runs lie in, e.g. reports")
-    runs = [readable(load_run(folder, tables=False), _everything)[0] for folder in find_runs(root)]
+    runs = [draw_fitting(load_run(folder, tables=False), _everything)[0] for folder in find_runs(root)]
     runs.sort(key=lambda files: (_started(files), str(files.run_dir)))
     return render_page("index.html", make_index(runs, root, link_to))
 

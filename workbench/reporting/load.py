@@ -9,8 +9,8 @@ files.refuse_damaged("comparison.json", "eval")   # raises where one of them can
 from __future__ import annotations
 
 import dataclasses
-import json
 import typing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,6 +32,7 @@ from workbench.records import (
     TensorRecord,
     Verdict,
     from_json,
+    parse_json,
 )
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ STAGE_OF = {  # a file, or a folder of files: the stage that writes it
     "lint": "lint",
     "analysis.json": "analyze", "tensors.parquet": "analyze", "gemm.parquet": "analyze", "equality": "analyze",
     "pooled.parquet": "analyze", "fused.parquet": "analyze",
-    "server": "evaluate", "serving_cost.json": "evaluate", "eval": "evaluate",
+    "server": "evaluate", "kld": "evaluate", "serving_cost.json": "evaluate", "eval": "evaluate",
     "comparison.json": "compare", "verdict.json": "gate",
 }  # fmt: skip
 _MARKS = (
@@ -85,6 +86,18 @@ class RunFiles:
     verdict: Verdict | None = None
     serving_cost: ServingCost | None = None
     problems: list[str] = field(default_factory=list)
+    sources: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Of each file that was read: path below run_dir -> the attribute that holds it, and its key there ("": alone)."""
+
+    def without(self, names: Sequence[str], why: str) -> RunFiles:
+        """These files left out, each named among the problems with the reason."""
+        changes: dict[str, Any] = {}
+        for name in names:
+            attribute, key = self.sources[name]
+            held = changes.get(attribute, getattr(self, attribute))
+            changes[attribute] = {k: v for k, v in held.items() if k != key} if key else None
+        changes["sources"] = {name: source for name, source in self.sources.items() if name not in names}
+        return dataclasses.replace(self, problems=[*self.problems, *(f"{name}: {why}" for name in names)], **changes)
 
     def damaged(self, *names: str) -> list[str]:
         """Those of the files (or of the folders' files) that are there but cannot be read."""
@@ -133,36 +146,41 @@ def load_run(run_dir: Path, *, tables: bool = True) -> RunFiles:
         why = "it does not exist" if not run_dir.exists() else "it holds none of a run's files"
         raise ConfigError(f"{run_dir} is no run folder: {why}", fix="give the folder that a run printed")
     files = RunFiles(run_dir=run_dir)
-    files.manifest = _record(files, Manifest, run_dir / "manifest.json")
-    files.comparison = _record(files, Comparison, run_dir / "comparison.json")
-    files.verdict = _record(files, Verdict, run_dir / "verdict.json")
-    files.serving_cost = _record(files, ServingCost, run_dir / "serving_cost.json")
-    files.lint = _per_arm(files, LintReport, sorted(run_dir.glob("lint/*.json")), lambda p: p.stem)
+    files.manifest = _record(files, Manifest, run_dir / "manifest.json", "manifest")
+    files.comparison = _record(files, Comparison, run_dir / "comparison.json", "comparison")
+    files.verdict = _record(files, Verdict, run_dir / "verdict.json", "verdict")
+    files.serving_cost = _record(files, ServingCost, run_dir / "serving_cost.json", "serving_cost")
+    files.lint = _per_arm(files, "lint", LintReport, sorted(run_dir.glob("lint/*.json")), lambda p: p.stem)
     raw = (".audit.json", ".facts.json", ".numerics.json")
     servers = [path for path in sorted(run_dir.glob("server/*.json")) if not path.name.endswith(raw)]
-    files.servers = _per_arm(files, ServerRecord, servers, lambda p: p.stem)
+    files.servers = _per_arm(files, "servers", ServerRecord, servers, lambda p: p.stem)
     cards = sorted(run_dir.glob("server/*.numerics.json"))
-    files.numerics = _per_arm(files, NumericsCard, cards, lambda p: p.name.removesuffix(".numerics.json"))
-    files.preflights = _per_arm(files, Preflight, _preflights(run_dir), lambda p: p.parent.parent.name)
-    files.equality = _per_arm(files, TensorEquality, sorted(run_dir.glob("equality/*.json")), lambda p: p.stem)
-    files.evaluations = _per_arm(files, Evaluation, sorted(run_dir.glob("eval/*/scores.json")), lambda p: p.parent.name)
+    files.numerics = _per_arm(files, "numerics", NumericsCard, cards, lambda p: p.name.removesuffix(".numerics.json"))
+    files.preflights = _per_arm(files, "preflights", Preflight, _preflights(run_dir), lambda p: p.parent.parent.name)
+    files.equality = _per_arm(
+        files, "equality", TensorEquality, sorted(run_dir.glob("equality/*.json")), lambda p: p.stem
+    )
+    files.evaluations = _per_arm(
+        files, "evaluations", Evaluation, sorted(run_dir.glob("eval/*/scores.json")), lambda p: p.parent.name
+    )
     found = sorted([*run_dir.glob("eval/*/kld*.json"), *run_dir.glob("kld/*.json")])
-    files.divergences = _per_arm(files, Divergence, found, lambda p: str(p.relative_to(run_dir)))
+    files.divergences = _per_arm(files, "divergences", Divergence, found, lambda p: str(p.relative_to(run_dir)))
     if tables:
-        files.tensors = _frame(files, run_dir / "tensors.parquet", TensorRecord)
-        files.gemm = _frame(files, run_dir / "gemm.parquet", GemmRecord)
-        files.pooled = _frame(files, run_dir / "pooled.parquet", POOLED)
-        files.fused = _frame(files, run_dir / "fused.parquet", FUSED)
+        files.tensors = _frame(files, "tensors", run_dir / "tensors.parquet", TensorRecord)
+        files.gemm = _frame(files, "gemm", run_dir / "gemm.parquet", GemmRecord)
+        files.pooled = _frame(files, "pooled", run_dir / "pooled.parquet", POOLED)
+        files.fused = _frame(files, "fused", run_dir / "fused.parquet", FUSED)
     files.config = _config(files, run_dir / "config.yaml")
     analysis = run_dir / "analysis.json"
     if analysis.exists():
         try:
-            content = json.loads(analysis.read_text(encoding="utf-8"))
+            content = parse_json(analysis.read_text(encoding="utf-8"))
             if not isinstance(content, dict):
                 raise ValueError(f"it holds a {type(content).__name__}, expected a JSON object")
             if content.get("schema_version") != SCHEMA_VERSION:
                 raise ValueError(f"schema version {content.get('schema_version')}, this code reads {SCHEMA_VERSION}")
             files.analysis = content
+            files.sources[analysis.name] = ("analysis", "")
         except _UNREADABLE as error:
             files.problems.append(f"analysis.json: {error}")
     return files
@@ -194,22 +212,25 @@ def _config(files: RunFiles, path: Path) -> str:
     return text
 
 
-def _record(files: RunFiles, kind: type[T], path: Path) -> T | None:
+def _record(files: RunFiles, kind: type[T], path: Path, attribute: str, key: str = "") -> T | None:
     if not path.exists():
         return None
+    name = str(path.relative_to(files.run_dir))
     try:
-        return from_json(kind, path.read_text(encoding="utf-8"))
+        record = from_json(kind, path.read_text(encoding="utf-8"))
     except _UNREADABLE as error:
-        files.problems.append(f"{path.relative_to(files.run_dir)}: {error}")
+        files.problems.append(f"{name}: {error}")
         return None
+    files.sources[name] = (attribute, key)
+    return record
 
 
-def _per_arm(files: RunFiles, kind: type[T], paths: list[Path], arm_of: Any) -> dict[str, T]:
-    found = {arm_of(path): _record(files, kind, path) for path in paths}
+def _per_arm(files: RunFiles, attribute: str, kind: type[T], paths: list[Path], arm_of: Any) -> dict[str, T]:
+    found = {arm_of(path): _record(files, kind, path, attribute, arm_of(path)) for path in paths}
     return {arm: record for arm, record in found.items() if record is not None}
 
 
-def _frame(files: RunFiles, path: Path, kind: Any) -> pd.DataFrame | None:
+def _frame(files: RunFiles, attribute: str, path: Path, kind: Any) -> pd.DataFrame | None:
     """kind: a record, whose fields without a default must be there, or {column: type}."""
     if not path.exists():
         return None
@@ -231,4 +252,5 @@ def _frame(files: RunFiles, path: Path, kind: Any) -> pd.DataFrame | None:
     except _UNREADABLE as error:  # pyarrow's errors are subclasses of these
         files.problems.append(f"{path.name}: {error}")
         return None
+    files.sources[path.name] = (attribute, "")
     return frame if len(frame) else None

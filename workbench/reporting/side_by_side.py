@@ -19,8 +19,9 @@ from typing import Any
 from workbench.errors import ConfigError, OutputError
 from workbench.records import TaskScore, write_text
 
-from .comparable import Setting, cost_setting, differing, machine_setting, readable, task_setting, weight_setting
+from .comparable import Setting, cost_setting, differing, machine_setting, task_setting, weight_setting
 from .context import VERDICTS
+from .fitting import draw_fitting
 from .load import RunFiles, load_run
 from .pages import relative_link, render_page
 from .text import interval, number, percent, real, seconds, size
@@ -116,7 +117,7 @@ def render_comparison(run_dirs: Sequence[Path], link_to: Callable[[int], str]) -
         raise ConfigError("a comparison takes two runs or more, each once", fix="workbench report RUN RUN")
     if len(resolved) > MOST_RUNS:
         raise ConfigError(f"{len(resolved)} runs are more than a page holds ({MOST_RUNS})", fix="give fewer runs")
-    runs = [readable(load_run(path, tables=False), _everything)[0] for path in run_dirs]
+    runs = [draw_fitting(load_run(path, tables=False), _everything)[0] for path in run_dirs]
     return render_page("compare.html", make_comparison(runs, link_to)), runs
 
 

@@ -68,7 +68,7 @@ def seconds(value: Any) -> str:
     value = real(value)
     if math.isnan(value):
         return DASH
-    if value < 60:
+    if value < 60 or math.isinf(value):
         return number(value, 1, "s")
     minutes, rest = divmod(round(value), 60)
     if minutes < 60:
