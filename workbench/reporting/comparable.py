@@ -11,7 +11,6 @@ them is unknown, or where one run measured both under settings that it recorded 
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -119,21 +118,9 @@ def differing(runs: Sequence[RunFiles]) -> list[tuple[str, list[tuple[str, list[
 def settings_of(files: RunFiles) -> dict[str, str]:
     """The resolved configuration, flat: {"engine.max_model_len": "2048", ...}."""
     flat: dict[str, str] = {}
-    if files.config:
-        _flatten(plain_settings(files.config), "", flat)
+    if files.settings:
+        _flatten(files.settings, "", flat)
     return flat
-
-
-@functools.lru_cache(maxsize=64)
-def plain_settings(config: str) -> Any:
-    """config.yaml's text as plain data: as it is written, where it names a resolver that is not loaded."""
-    from omegaconf import OmegaConf
-
-    content = OmegaConf.create(config)
-    try:
-        return OmegaConf.to_container(content, resolve=True)
-    except Exception:
-        return OmegaConf.to_container(content, resolve=False)
 
 
 def _flatten(value: Any, path: str, flat: dict[str, str]) -> None:

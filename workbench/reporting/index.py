@@ -26,7 +26,6 @@ from .comparable import (
     Setting,
     comparable,
     machine_setting,
-    plain_settings,
     settings_of,
     task_setting,
     weight_setting,
@@ -244,8 +243,7 @@ def _state(files: RunFiles) -> tuple[str, str]:
 
 
 def _stages(files: RunFiles) -> list[str]:
-    content = plain_settings(files.config) if files.config else {}
-    stages = content.get("stages") if isinstance(content, dict) else None
+    stages = files.settings.get("stages")
     return [str(stage) for stage in stages] if isinstance(stages, list) else []
 
 

@@ -35,6 +35,8 @@ from workbench.records import (
     parse_json,
 )
 
+from .settings import read_settings
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -65,11 +67,15 @@ _UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, NotImpl
 
 @dataclass(kw_only=True, slots=True)
 class RunFiles:
-    """One run's records; None or empty where a stage did not run. analysis: analysis.json as plain data."""
+    """One run's records; None or empty where a stage did not run. analysis: analysis.json as plain data.
+
+    config, settings: config.yaml's text, and as plain data.
+    """
 
     run_dir: Path
     manifest: Manifest | None = None
     config: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
     lint: dict[str, LintReport] = field(default_factory=dict)
     tensors: pd.DataFrame | None = None
     gemm: pd.DataFrame | None = None
@@ -123,10 +129,7 @@ class RunFiles:
 
     def arms(self) -> list[str]:
         """Arm names: the config's order first, then whatever else left a file."""
-        from omegaconf import OmegaConf
-
-        config = OmegaConf.to_container(OmegaConf.create(self.config)) if self.config else {}
-        arms = config.get("arms") if isinstance(config, dict) else None
+        arms = self.settings.get("arms")
         named = [str(arm) for arm in arms] if isinstance(arms, dict) else []
         rest = [*self.servers, *self.evaluations, *self.lint, *self.numerics]
         return list(dict.fromkeys([*named, *rest]))
@@ -170,7 +173,7 @@ def load_run(run_dir: Path, *, tables: bool = True) -> RunFiles:
         files.gemm = _frame(files, "gemm", run_dir / "gemm.parquet", GemmRecord)
         files.pooled = _frame(files, "pooled", run_dir / "pooled.parquet", POOLED)
         files.fused = _frame(files, "fused", run_dir / "fused.parquet", FUSED)
-    files.config = _config(files, run_dir / "config.yaml")
+    _read_config(files, run_dir / "config.yaml")
     analysis = run_dir / "analysis.json"
     if analysis.exists():
         try:
@@ -194,22 +197,16 @@ def _preflights(run_dir: Path) -> list[Path]:
     return [newest[arm] for arm in sorted(newest)]
 
 
-def _config(files: RunFiles, path: Path) -> str:
-    """The configuration's text; "" where there is none, or none that can be read."""
-    from omegaconf import OmegaConf
-
+def _read_config(files: RunFiles, path: Path) -> None:
+    """The configuration's text and its settings; neither where there is none, or none that can be read."""
     if not path.exists():
-        return ""
+        return
     try:
         text = path.read_text(encoding="utf-8")
-        if not text.strip():
-            raise ValueError("it is empty")
-        if not isinstance(OmegaConf.to_container(OmegaConf.create(text)), dict):
-            raise ValueError("it is no mapping of settings")
-    except Exception as error:  # the parser's errors are several unrelated types
-        files.problems.append(f"{path.name}: {str(error) or 'it is no mapping of settings'}")
-        return ""
-    return text
+        files.settings = read_settings(text)
+        files.config = text
+    except _UNREADABLE as error:
+        files.problems.append(f"{path.name}: {error}")
 
 
 def _record(files: RunFiles, kind: type[T], path: Path, attribute: str, key: str = "") -> T | None:
