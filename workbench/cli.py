@@ -367,7 +367,9 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument(
         "runs", type=_path, nargs="*", metavar="RUN", help="one: its report.html; several: side by side"
     )
-    report.add_argument("--out", type=_path, metavar="FILE", help="of several runs' page: default comparison.html")
+    report.add_argument(
+        "--out", type=_path, metavar="PATH", help="one run: a folder, or the page FILE.html; several: comparison.html"
+    )
     report.add_argument(
         "--figures",
         type=_path,
@@ -378,7 +380,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.add_argument("--index", type=_path, metavar="DIR", help="write DIR/index.html, a list of all runs below it")
     report.add_argument("--serve", action="store_true", help="show it at 127.0.0.1 until Ctrl-C; no RUN: the index")
-    report.add_argument("--port", type=_whole(0, 65535), default=8600, help="of --serve; 0: any free one")
+    report.add_argument("--port", type=_whole(0, 65535), help="of --serve: default 8600; 0: any free one")
     report.add_argument(
         "--open",
         action=argparse.BooleanOptionalAction,

@@ -217,14 +217,21 @@ def report(arguments: argparse.Namespace) -> int:
         raise ConfigError("there is nothing to report", fix="give a run folder, --index DIR, or --serve")
     if arguments.index and runs:
         raise ConfigError("--index lists a folder, and RUN is given too", fix="drop one of them")
-    if arguments.out and len(runs) < 2:
-        raise ConfigError("--out is of a page of several runs", fix="give two runs or more, or drop --out")
-    figures = arguments.figures
+    if arguments.out and (not runs or (served and len(runs) == 1)):
+        other = "--serve shows the run's own pages" if runs else "--out is of a run's page, or of several runs'"
+        raise ConfigError(other, fix="drop --out" if runs else "name a run, or drop --out")
+    for flag, value in (("--port", arguments.port), ("--open", arguments.open)):
+        if value is not None and not served:
+            raise ConfigError(f"{flag} is of --serve, which is not given", fix=f"add --serve, or drop {flag}")
+    figures, folder = arguments.figures, runs[0] if runs else Path()
+    if arguments.out and len(runs) == 1:
+        folder = arguments.out.parent if arguments.out.suffix == ".html" else arguments.out
+        check_folder("--out", folder)
     if figures is not None:
-        figures = figures if figures.parts else runs[0] / "figures"
+        figures = figures if figures.parts else folder / "figures"
         check_folder("--figures", figures)
     if len(runs) == 1:
-        print(build_report(runs[0], strict=not served))
+        print(build_report(runs[0], arguments.out, strict=not served))
     elif runs and (arguments.out or not served):
         from workbench.reporting.side_by_side import build_comparison
 
@@ -243,7 +250,8 @@ def report(arguments: argparse.Namespace) -> int:
         from workbench.reporting import server
 
         lookup = server.pages_of_runs(runs) if runs else server.pages_of_folder(arguments.index or Path("reports"))
-        server.serve(lookup, arguments.port, open_browser=_wants_browser(arguments.open))
+        port = 8600 if arguments.port is None else arguments.port
+        server.serve(lookup, port, open_browser=_wants_browser(arguments.open))
     return 0
 
 

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import html.parser
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from workbench import cli
 from workbench.errors import ConfigError
 from workbench.reporting import build_report
 from workbench.reporting.export import write_figures
@@ -291,3 +293,24 @@ def test_heat_map_of_a_large_model_joins_experts_and_keeps_the_worst() -> None:
     assert len(dark) == 1
     assert "experts.100.gate_proj.weight: 3.00 dB (worst of 24)" in dark[0].label
     assert make_heat_map(frame.assign(sqnr_total_db=np.nan), "sqnr_total_db", "title", budget=9) is None
+
+
+def test_a_run_that_may_not_be_written_is_reported_elsewhere(
+    small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(small_run, run_dir, ignore=shutil.ignore_patterns("summary.md", "flips.jsonl"))
+    before = sorted(run_dir.rglob("*"))
+    may = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != run_dir and may(path, mode))
+    assert cli.main(["report", str(run_dir), "--figures", str(tmp_path / "none")]) == 3
+    assert f"{run_dir} may not be written" in (said := capsys.readouterr().err)
+    assert "--out DIR" in said
+    out = tmp_path / "out" / "run"
+    assert cli.main(["report", str(run_dir), "--out", str(out), "--figures", str(tmp_path / "figures")]) == 0
+    assert capsys.readouterr().out.splitlines() == [str(out / "report.html"), str(tmp_path / "figures" / "figures.md")]
+    assert sorted(p.name for p in out.iterdir()) == ["flips.jsonl", "report.html", "report.json", "summary.md"]
+    page = tmp_path / "page.html"
+    assert cli.main(["report", str(run_dir), "--out", str(page)]) == 0
+    assert page.read_text() == (out / "report.html").read_text()
+    assert sorted(run_dir.rglob("*")) == before

@@ -14,6 +14,7 @@ import base64
 import functools
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from importlib.resources import files as package_files
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from workbench.errors import ConfigError
+from workbench.errors import ConfigError, OutputError
 from workbench.records import write_text
 
 from .as_json import flip_lines, report_json
@@ -35,12 +36,15 @@ from .weights import Drawings
 LIMIT_BYTES = 1_000_000
 LARGE_LIMIT_BYTES = 2_000_000
 LARGE_MATRICES = 20_000
+PAGE = "report.html"
 SCRIPTS = ("page.js", "tensors.js", "heatmap.js")
 LONGEST_TEXT = 32_000  # characters of one text: more is no reading matter, and it must not fill the page
 
 
-def build_report(run_dir: Path, *, strict: bool = False) -> Path:
+def build_report(run_dir: Path, out: Path | None = None, *, strict: bool = False) -> Path:
     """Write report.html, summary.md, report.json and (with a comparison) flips.jsonl; return the page's path.
+
+    out: the folder for them (default: `run_dir`), or a name that ends in .html: report.html alone, there.
 
     Raises ConfigError when `run_dir` is no run folder (nothing is written then), OutputError. Files that cannot be
     read, or whose contents do not fit together, are left out and named on the pages; strict: OutputError names them
@@ -49,12 +53,18 @@ def build_report(run_dir: Path, *, strict: bool = False) -> Path:
     if not str(run_dir):
         raise ConfigError("'' is no run folder", fix="give the folder that a run printed")
     run_dir = Path(run_dir)
-    files, pages = draw_fitting(load_run(run_dir), _render_pages, misfit=(*MISFIT, jinja2.TemplateError))
+    out = run_dir if out is None else out
+    files = load_run(run_dir)
+    if not os.access(next(folder for folder in (out, *out.absolute().parents) if folder.exists()), os.W_OK):
+        raise OutputError(f"{out} may not be written", fix="choose another folder: --out DIR")
+    files, pages = draw_fitting(files, _render_pages, misfit=(*MISFIT, jinja2.TemplateError))
+    alone = out.suffix == ".html"
     for name, text in pages.items():
-        write_text(run_dir / name, text)
+        if name == PAGE or not alone:
+            write_text(out if alone else out / name, text)
     if strict:
         files.refuse_damaged()
-    return run_dir / "report.html"
+    return out if alone else out / PAGE
 
 
 def content_policy(script: str) -> str:
@@ -78,7 +88,7 @@ def _render_pages(files: RunFiles) -> dict[str, str]:
         page = context | {
             "script": Markup(script), "policy": Markup(content_policy(script)), "tables": Markup(as_data(tables)),
         }  # fmt: skip
-        html = _environment(True).get_template("report.html").render(page)
+        html = _environment(True).get_template(PAGE).render(page)
         if len(html.encode(errors="backslashreplace")) < limit:
             break
     pages = {
@@ -87,7 +97,7 @@ def _render_pages(files: RunFiles) -> dict[str, str]:
     }
     if files.comparison is not None:
         pages["flips.jsonl"] = flip_lines(files.comparison.tasks)
-    return pages | {"report.html": html}
+    return pages | {PAGE: html}
 
 
 def as_data(value: Any) -> str:
