@@ -14,6 +14,9 @@ from workbench.reporting import build_report
 
 from .sample_run import make_sample_run
 
+# Errors that the browser logs without an exception, as of a resize observer that changes what it observes.
+REPORT_ERRORS = "addEventListener('error', (event) => console.error(`window: ${event.message}`))"
+
 
 @dataclass
 class Watched:
@@ -77,6 +80,7 @@ def open_page(browser: Any) -> Iterator[Callable[..., Watched]]:
         watched.page.on("pageerror", lambda error: watched.errors.append(str(error)))
         watched.page.on("console", lambda message: watched.errors.append(f"{message.type}: {message.text}"))
         watched.page.on("dialog", lambda dialog: watched.errors.append(f"dialog: {dialog.message}"))
+        watched.page.add_init_script(REPORT_ERRORS)
         watched.page.goto(path.as_uri() + hash)
         if script and wait:
             watched.page.wait_for_selector("html[data-ready]")

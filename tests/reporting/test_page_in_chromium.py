@@ -78,6 +78,19 @@ def test_it_is_drawn_without_an_error_or_a_request(
     assert len(np.unique(image[..., :3].reshape(-1, 3), axis=0)) > 50  # text and colours were drawn
 
 
+def test_it_is_redrawn_at_another_width_without_an_error(open_page: Open, report_page: Path) -> None:
+    watched = open_page(report_page, width=1280)
+    for width in (390, 1280, 800):
+        watched.page.set_viewport_size({"width": width, "height": 900})
+        watched.page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        boxes = watched.page.locator(".explorer .maps canvas").evaluate_all(
+            "all => all.map(c => c.getBoundingClientRect().width)"
+        )
+        assert boxes
+        assert max(boxes) <= width
+    assert watched.errors == []
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_text_stands_out(open_page: Open, report_page: Path, scheme: str) -> None:
     seen, failed = open_page(report_page, scheme=scheme).page.evaluate(CONTRAST)

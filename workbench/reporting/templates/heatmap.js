@@ -21,12 +21,11 @@ class HeatMaps {
     this.select.addEventListener("input", () => this.draw());
     this.sorting.addEventListener("input", () => this.draw());
     let width = 0;
-    new ResizeObserver(([entry]) => {
-      if (entry.contentRect.width !== width) {
-        width = entry.contentRect.width;
-        this.draw();
-      }
-    }).observe(root);
+    page.resized(root, (now) => {
+      if (now === width) return;
+      width = now;
+      this.draw();
+    });
     page.redraws.push(() => this.draw());
   }
 

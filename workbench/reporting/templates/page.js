@@ -53,6 +53,15 @@ const page = {
   open(element) {
     for (let at = element; at; at = at.parentElement) if (at.tagName === "DETAILS") at.open = true;
   },
+  // Redraws in the frame after the element's size has changed: what is drawn within the observer's own call can change
+  // sizes again, of which the browser then logs an error.
+  resized(element, redraw) {
+    let frame = 0;
+    new ResizeObserver(([entry]) => {
+      cancelAnimationFrame(frame);
+      frame = requestAnimationFrame(() => redraw(entry.contentRect.width));
+    }).observe(element);
+  },
   redraws: [], // called when the theme changes
 };
 

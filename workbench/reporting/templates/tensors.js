@@ -116,7 +116,7 @@ class Grid {
     });
     addEventListener("beforeprint", () => this.print(true));
     addEventListener("afterprint", () => this.print(false));
-    new ResizeObserver(() => this.draw()).observe(this.box);
+    page.resized(this.box, () => this.draw());
   }
 
   filter() {
