@@ -314,3 +314,28 @@ def test_a_run_that_may_not_be_written_is_reported_elsewhere(
     assert cli.main(["report", str(run_dir), "--out", str(page)]) == 0
     assert page.read_text() == (out / "report.html").read_text()
     assert sorted(run_dir.rglob("*")) == before
+
+
+def test_figures_are_explained_where_they_stand(small_run: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(small_run, run_dir)
+    for path in run_dir.glob("eval/*/*/preflight.json"):
+        plan = json.loads(path.read_text())
+        finding = {"id": "x", "level": "info", "message": "y"}
+        few = dict.fromkeys(("0.02", "0.04", "0.08"), 26.42)
+        plan |= {"findings": [finding], "tasks": [{**task, "mde_pp": few} for task in plan["tasks"]]}
+        path.write_text(json.dumps(plan))
+    server = run_dir / "server" / "source.json"
+    server.write_text(
+        json.dumps(json.loads(server.read_text()) | {"activation_format": "none", "activation_scale": "none"})
+    )
+    page, summary = build_report(run_dir).read_text(), (run_dir / "summary.md").read_text()
+    assert "1 finding<" in page
+    assert not re.search(r"\b1 findings", page + summary)
+    assert "none none" not in summary
+    for text in (page, summary):
+        assert "26.42" in text
+        assert "26.42 / 26.42" not in text
+        assert "in which every flip is a loss" in text
+        assert "times the probability outside" in text
+        assert "kld.top_k" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
@@ -125,6 +126,16 @@ def test_a_damaged_run_is_named_on_the_page_and_by_the_command(runs: dict[str, P
     for text in (str(error.value), out.read_text()):
         assert "verdict.json: " in text
         assert "analysis.json: its contents do not fit" in text
+
+
+def test_what_a_run_does_not_say_is_a_dash(runs: dict[str, Path], tmp_path: Path) -> None:
+    run, out = tmp_path / "run", tmp_path / "page.html"
+    shutil.copytree(runs["first"], run)
+    edit(run / "manifest.json", checkpoints={"weights": {"model_type": "x"}}, cpu="")
+    build_comparison([runs["first"], run], out)
+    differences = out.read_text().partition('id="differences"')[2].partition("</section>")[0]
+    assert "<td></td>" not in differences
+    assert re.search(r'<th scope="row">processor</th><td>[^<–]+</td><td>–</td>', differences)
 
 
 def test_names_of_anyone_are_text(runs: dict[str, Path], tmp_path: Path) -> None:

@@ -6,7 +6,18 @@ import math
 
 import pytest
 
-from workbench.reporting.text import cell, clip, interval, number, probability, seconds, size, small
+from workbench.reporting.text import (
+    cell,
+    clip,
+    counted,
+    detectable,
+    interval,
+    number,
+    probability,
+    seconds,
+    size,
+    small,
+)
 
 
 @pytest.mark.parametrize(
@@ -26,6 +37,15 @@ from workbench.reporting.text import cell, clip, interval, number, probability, 
         (size(None), "–"),
         (seconds(250), "4 min 10 s"),
         (seconds(7500), "2 h 5 min"),
+        (seconds(math.inf), "∞ s"),
+        (counted(1, "findings"), "1 finding"),
+        (counted(2, "findings"), "2 findings"),
+        (counted("no", "findings"), "no findings"),
+        (counted(1, "matrices"), "1 matrix"),
+        (counted(1, "failed requests"), "1 failed request"),
+        (detectable({"0.02": 3.18, "0.04": 4.52, "0.08": 6.41}), "3.18 / 4.52 / 6.41"),
+        (detectable({"0.02": 26.418, "0.04": 26.42, "0.08": 26.42}), "26.42"),
+        (detectable({}), "–"),
         (probability(0.0004), "<0.001"),
         (cell("a|b\n<script>"), "a\\|b &lt;script>"),
         (clip("x" * 30, 10), "xxxxx […20 characters left out…] xxxxx"),

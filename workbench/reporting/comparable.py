@@ -108,7 +108,8 @@ def differing(runs: Sequence[RunFiles]) -> list[tuple[str, list[tuple[str, list[
     found = []
     for title, columns in groups.items():
         keys = list(dict.fromkeys(key for column in columns for key in column))
-        rows = [(key, [column.get(key) for column in columns]) for key in keys]
+        empty = "" if title == "Settings" else None  # a setting may be an empty text; a record's says nothing
+        rows = [(key, [column.get(key) or empty if key in column else None for column in columns]) for key in keys]
         rows = [(key, values) for key, values in rows if len(set(values)) > 1]
         if rows:
             found.append((title, rows))

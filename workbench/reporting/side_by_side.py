@@ -243,7 +243,9 @@ def _answer_tables(runs: _Lettered, page: _Page) -> Iterator[Table]:
             texts = (divergence.reference, str(divergence.positions))
             rows.append(Row(f"{label}.{divergence.arm}", label, divergence.arm, texts, tuple(cells)))
     yield Table(
-        "divergence", "KL divergence of answers", "In nats, between two bounds; the difference is of the lower ones.",
+        "divergence", "KL divergence of answers",
+        "In nats, lower to upper bound: the upper supposes a floor for tokens outside the top k; a larger k closes it."
+        " The difference is of the lower ones.",
         ("Reference", "Positions"), ("Mean", "99th percentile", "Same first token"), rows,
     )  # fmt: skip
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 DASH = "–"
+_SINGULAR = re.compile(r"\b(matrices|\w+s)\b")
+_ONE = {"matrices": "matrix"}
 
 
 def number(value: Any, digits: int = 2, unit: str = "", signed: bool = False) -> str:
@@ -81,6 +83,19 @@ def count(value: Any) -> str:
     return DASH if value is None or value < 0 else f"{value:g}"
 
 
+def counted(n: Any, things: str) -> str:
+    """A number of things in words: 1 finding, 2 findings, no findings. things: their plural, the noun's first word."""
+    if n in (1, "1"):
+        return f"1 {_SINGULAR.sub(lambda m: _ONE.get(m.group(), m.group()[:-1]), things, count=1)}"
+    return f"{n} {things}"
+
+
+def detectable(losses_pp: Mapping[str, Any]) -> str:
+    """Smallest detectable losses by the share flipped: "3.18 / 4.52 / 6.41", or one figure where all are the same."""
+    shown = [number(loss) for loss in losses_pp.values()]
+    return " / ".join(shown if len(set(shown)) > 1 else shown[:1]) or DASH
+
+
 def probability(value: Any) -> str:
     """p values: 0.031, <0.001."""
     value = real(value)
@@ -122,6 +137,8 @@ def step(value: float) -> str:
 FILTERS: dict[str, Callable[..., str]] = {
     "number": number,
     "count": count,
+    "counted": counted,
+    "detectable": detectable,
     "small": small,
     "percent": percent,
     "size": size,
