@@ -156,6 +156,28 @@ def test_a_value_that_a_room_refuses_is_refused_before_the_first_stage(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_model_that_holds_less_than_our_default_is_run_with_its_own_context(tmp_path: Path) -> None:
+    shutil.copytree(model_path("mini_qwen"), model := tmp_path / "model")
+    config = (model / "config.json").read_text()
+    length = '"max_position_embeddings": 4096'
+    assert length in config
+    (model / "config.json").write_text(config.replace(length, length.replace("4096", "2048")))
+    dense = [f"model.root={model}", "model.checkpoints.nvfp4.make.calibrate=false"]
+    done = run(tmp_path, *MODEL, *dense, "stages=[prepare]")
+    assert "model.max_model_len=2048" in done.stdout
+    assert "nothing was judged" in done.stderr
+    written = next(tmp_path.glob("reports/kimi_requant/*/config.yaml")).read_text()
+    assert written.count("max_model_len: 2048") == 2
+    assert "matches no module" not in done.stdout  # the router of our own list, in a model without experts
+    done = run(tmp_path, *MODEL, *dense, "stages=[prepare]", "model.exclude=[lm_head,'*typo*','*.mlp.gate']")
+    assert "'*typo*' matches no module" in done.stdout
+    for key in ("model", "engine"):
+        (other := tmp_path / f"{key}_asks").mkdir()
+        longer = run(other, *MODEL, *dense, f"{key}.max_model_len=8192")
+        assert_refused(longer, f"{key}.max_model_len=8192", f"{key}.max_model_len=2048")
+        assert not list(other.iterdir())
+
+
 @pytest.mark.parametrize("stage", ["evaluate"])
 def test_a_port_in_use(stage: str, tmp_path: Path) -> None:
     with socket.socket() as taken:

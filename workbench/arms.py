@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from workbench.composition import model_defaults
 from workbench.errors import CheckpointError, ConfigError, WorkbenchError
 from workbench.progress import Progress
 from workbench.settings import ArmSettings, CheckpointSettings, EngineSettings, Recipe, Settings
@@ -54,6 +55,27 @@ def check_arms(settings: Settings) -> None:
                     shared_globals=recipe.shared_globals,
                 )
     _engine_spec(settings.engine, settings.engine.base_url)
+
+
+def fit_model_len(settings: Settings) -> int:
+    """`engine.max_model_len`, or the context that the arms' checkpoints hold where it is only the model file's default.
+
+    Raises ConfigError where the user asks for more than they hold. Another's server has its own limit.
+    """
+    from workbench.checkpoints.context import ALLOW_LONGER, fit_context
+
+    engine, model = settings.engine, settings.model
+    if engine.kind != "vllm" or ALLOW_LONGER in engine.env or any("overrides" in name for name in engine.args):
+        return engine.max_model_len
+    used = {arm.checkpoint for arm in settings.arms.values()}
+    sources = {c.make.source for c in used if not is_given(c) and c.make is not None}
+    used |= {model.checkpoints[name] for name in sources if name in model.checkpoints}
+    return fit_context(
+        engine.max_model_len,
+        [Path(c.path).expanduser() for c in used if c.path],
+        default=model_defaults(model.name)["max_model_len"],
+        key="model.max_model_len={}" if engine.max_model_len == model.max_model_len else "engine.max_model_len={}",
+    )
 
 
 def is_given(checkpoint: CheckpointSettings) -> bool:
@@ -151,6 +173,7 @@ class Arms:
         """Make a checkpoint by its recipe, or take it from the cache when the same recipe made it before."""
         from workbench.checkpoints import open_checkpoint
         from workbench.checkpoints.convert import quantize_checkpoint
+        from workbench.checkpoints.match import unmatched_patterns
 
         recipe = checkpoint.make
         assert recipe is not None
@@ -164,10 +187,12 @@ class Arms:
         source = self.folder(source_settings)
         with open_checkpoint(source) as opened:
             key = self._recipe_key(recipe, opened.fingerprint())
+            unmet = unmatched_patterns(recipe.exclude, {entry.module for entry in opened.entries()})
         target = Path(self.settings.paths.cache).resolve() / f"{self.settings.model.name}-{name}-{key}"
         if (target / "config.json").is_file():
             self.say.note(f"{name}: {target} (made before by the same recipe)")
             return target
+        ours = set(unmet) & set(model_defaults(self.settings.model.name)["exclude"])  # for models of every kind
         amax = self._input_amax() if recipe.calibrate else None
         rules = self._planned(recipe, source, target) if recipe.plan is not None else _rules_of(recipe)
         self.say.note(f"{name}: {recipe.format or 'a recipe'} in {recipe.dialect}'s dialect from {source}")
@@ -176,7 +201,7 @@ class Arms:
             target,
             format=recipe.format,
             dialect=recipe.dialect,
-            exclude=recipe.exclude,
+            exclude=[pattern for pattern in recipe.exclude if pattern not in ours],
             rule=recipe.rule,
             recipe=rules,
             shared_globals=recipe.shared_globals,

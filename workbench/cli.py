@@ -411,7 +411,7 @@ def _add_serving(parser: argparse.ArgumentParser, *, port: int, log: Path) -> No
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--host", type=_text, default="127.0.0.1")
     parser.add_argument("--port", type=int, default=port)
-    parser.add_argument("--max-model-len", type=int, default=2048, help="0: the model's own")
+    parser.add_argument("--max-model-len", type=int, default=commands.DEFAULT_MODEL_LEN, help="0: the model's own")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--name", type=_text, help="the model name it answers to")
     parser.add_argument("--log", type=_path, metavar="FILE", default=log, help="the engine's own output")
@@ -503,7 +503,7 @@ def _add_capture(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompts", type=_path, metavar="FILE", help="a prompt a line; default: the mini tasks' training prompts"
     )
-    parser.add_argument("--max-model-len", type=_whole(1, MOST_TOKENS), default=2048)
+    parser.add_argument("--max-model-len", type=_whole(1, MOST_TOKENS), default=commands.DEFAULT_MODEL_LEN)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from workbench.errors import ConfigError, OutputError
 if TYPE_CHECKING:
     from workbench.serving.spec import ServeSpec
 
+DEFAULT_MODEL_LEN = 2048  # tokens, where the model holds as many
 SHOWN_NAMES = 3  # of a lint finding's tensors; --json has all
 
 
@@ -196,7 +197,7 @@ def _serve_spec(arguments: argparse.Namespace, *, numerics: bool) -> ServeSpec:
         engine=EngineSpec(
             host=arguments.host,
             port=arguments.port,
-            max_model_len=arguments.max_model_len,
+            max_model_len=_fitting_context(arguments, arguments.path),
             dtype=arguments.dtype,
             tensor_parallel_size=arguments.tensor_parallel_size,
             args=dict(arguments.engine_arg),
@@ -306,10 +307,17 @@ def _capture(arguments: argparse.Namespace, out: Path | None = None, **settings:
         arm="calibration",
         checkpoint=resolve_path(arguments.source),
         backend="reference",
-        engine=EngineSpec(max_model_len=arguments.max_model_len),
+        engine=EngineSpec(max_model_len=_fitting_context(arguments, resolve_path(arguments.source))),
     )
     capture_activations(spec, prompts, target, **({"second_moments": "none"} | settings))
     return target
+
+
+def _fitting_context(arguments: argparse.Namespace, checkpoint: Path) -> int:
+    from workbench.checkpoints.context import fit_context
+
+    asked = int(arguments.max_model_len)
+    return fit_context(asked, [checkpoint], default=DEFAULT_MODEL_LEN, key="--max-model-len {}")
 
 
 def tasks_named(names: list[str], **changes: Any) -> tuple[Any, ...]:

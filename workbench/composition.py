@@ -63,12 +63,27 @@ def resolved_yaml(config: DictConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(plain))
 
 
+def with_values(config: DictConfig, values: dict[str, Any]) -> DictConfig:
+    """The configuration with some settings decided anew."""
+    merged = OmegaConf.merge(config, values)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
 def group_choices(group: str) -> list[str]:
     """Names of the files in one group of conf/; of the groups themselves for ""."""
     folder = _conf() / group
     if not group:
         return sorted(path.name for path in folder.iterdir() if any(path.glob("*.yaml")))
     return sorted(path.stem for path in folder.glob("*.yaml"))
+
+
+def model_defaults(name: str) -> dict[str, Any]:
+    """What a file of conf/model itself says, references as written; of `local`, any model's, where there is none."""
+    own = _conf() / "model" / f"{name}.yaml"
+    loaded = OmegaConf.to_container(OmegaConf.load(own if own.is_file() else _conf() / "model" / "local.yaml"))
+    assert isinstance(loaded, dict)
+    return {str(key): value for key, value in loaded.items()}
 
 
 def policy_file(name: str) -> Path:

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from workbench import records, runfolder
 from workbench.arm_evaluation import ArmEvaluation, task_specs
-from workbench.arms import Arms, check_arms, is_given
-from workbench.composition import resolved_yaml
+from workbench.arms import Arms, check_arms, fit_model_len, is_given
+from workbench.composition import resolved_yaml, with_values
 from workbench.divergences import Divergences
 from workbench.errors import ConfigError, OutputError
 from workbench.progress import Progress
@@ -43,10 +43,15 @@ def run_experiment(config: DictConfig) -> int:
     Raises WorkbenchError when it could not run, and at the end of stages without a gate: nothing was judged then.
     """
     settings = read_settings(config)
+    say = Progress()
+    if (length := fit_model_len(settings)) != settings.engine.max_model_len:
+        say.note(f"model.max_model_len={length}, which is all that the model holds; our default is longer")
+        config = with_values(config, {"model": {"max_model_len": length}, "engine": {"max_model_len": length}})
+        settings = read_settings(config)
     _check_rooms(settings)
     folder = runfolder.open_run(Path(settings.paths.out), settings.name, resolved_yaml(config), settings.resume)
     try:
-        return _Run(settings=settings, folder=folder, say=Progress()).all_stages()
+        return _Run(settings=settings, folder=folder, say=say).all_stages()
     finally:
         folder.close()
 

@@ -95,7 +95,7 @@ def capture_activations(
             tail = "\n    ".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
             raise EngineError(
                 f"capturing activations failed (exit code {code}); the end of its log:\n    {tail}",
-                fix="serve the same checkpoint with backend=reference to see the engine's own message",
+                fix=f"see the engine's own message: workbench serve {spec.checkpoint} --backend reference",
             )
 
 
