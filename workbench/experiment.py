@@ -75,10 +75,11 @@ def judge_files(files: RunFiles, policy: dict[str, Any], since: Path | None = No
     """
     from workbench.comparison import check_figures, check_sources, compare_with_baseline, read_baseline
     from workbench.gating import gate, read_policy, to_junit
+    from workbench.records.judged import evidence_digests
 
     run = files.run_dir
-    judged = ("lint", "server", "equality", "eval", "comparison.json", "tensors.parquet", "serving_cost.json")
-    files.refuse_damaged("config.yaml", "manifest.json", *judged)
+    evidence = ("lint", "server", "equality", "eval", "comparison.json", "tensors.parquet", "serving_cost.json")
+    files.refuse_damaged("config.yaml", "manifest.json", *evidence)
     known = _arms_of(files)
     if not policy.get("gated"):
         has = f"; this run has {', '.join(known)}" if known else ""
@@ -90,12 +91,13 @@ def judge_files(files: RunFiles, policy: dict[str, Any], since: Path | None = No
         check_sources(run, files.comparison, files.evaluations)
         check_figures(run, files.comparison, files.evaluations)
     rules = read_policy(policy)
+    judged = evidence_digests(run, files.comparison)
     _check_named(f"{run} has", [*rules.gated, *rules.reported], known)
     verdict = gate(
         rules,
         comparison=files.comparison,
         lint=files.lint,
-        tensors=files.tensors,
+        tensors=files.tensors if files.tensors is not None else [],
         evaluations=files.evaluations,
         servers=files.servers,
         equality=files.equality,
@@ -103,6 +105,7 @@ def judge_files(files: RunFiles, policy: dict[str, Any], since: Path | None = No
         preflights=files.preflights,
         serving_cost=files.serving_cost,
         since=compare_with_baseline(run, read_baseline(since)) if since else None,
+        judged=judged,
     )
     records.write_json(run / "verdict.json", verdict)
     records.write_text(run / "junit.xml", to_junit(verdict))

@@ -104,7 +104,10 @@ def test_pass_needs_every_gated_arm_and_task() -> None:
     assert (verdict.status, verdict.exit_code) == ("pass", 0)
     assert "requant on sums" in verdict.headline
     assert "of 10 pp" in verdict.headline
-    assert (verdict.policy, verdict.policy_note) == ("smoke", "few items")
+    assert (verdict.policy, verdict.policy_note) == (
+        "smoke",
+        "few items. Margin: 10 pp a task, 2 pp on strictly.",
+    )
     assert all(check.reason and check.unit == "pp" for check in verdict.checks)
 
 
@@ -382,4 +385,51 @@ def test_junit_has_one_case_a_check_and_is_not_green_unless_passed() -> None:
     assert "<scale>" in cases[0].find("error").attrib["message"]  # type: ignore[union-attr]
     properties = {p.attrib["name"]: p.attrib["value"] for p in root.findall(".//property")}
     assert properties["verdict"] == "invalid"
-    assert properties["policy_note"] == "few items"
+    assert properties["policy_note"] == "few items. Margin: 10 pp a task, 2 pp on strictly."
+
+
+@pytest.mark.parametrize(("margin", "says"), [(35.0, "Margin: 35 pp a task."), ("none", "No answers are judged")])
+def test_the_note_is_of_the_policy_as_it_was_applied(margin: Any, says: str) -> None:
+    import yaml  # type: ignore[import-untyped]
+
+    from workbench.composition import policy_file
+
+    for name in ("smoke", "default", "release"):
+        shipped = yaml.safe_load(policy_file(name).read_text())
+        rows = [_row("a", 20.0, 20.0)]
+        verdict = gate(
+            {**shipped, "margin_pp": margin, "gated": ["nvfp4"]}, comparison=_comparison(_task("nvfp4", 2, 1)),
+            tensors=rows,
+        )  # fmt: skip
+        assert says in verdict.policy_note
+        assert (" pp" in verdict.policy_note) == (margin != "none")
+        (found,) = verdict.attributions
+        for text in (found.summary, *(layer.reason for layer in found.layers)):
+            assert ("above the margin" in text) <= (margin != "none")
+
+
+def test_what_was_not_measured_of_a_gated_arm_is_said() -> None:
+    policy = {**POLICY, "gated": ["nvfp4"], "reported": []}
+    answers = _comparison(_task("nvfp4", 0, 0, n=400, both=350))
+
+    def weights(tensors: Any, **changes: Any) -> tuple[str, list[Any], str]:
+        verdict = gate({**policy, **changes}, comparison=answers, tensors=tensors, lint={})
+        return verdict.status, [check for check in verdict.checks if check.name == "weights"], verdict.headline
+
+    status, (check,), headline = weights([])
+    assert (status, check.status, check.arm) == ("pass", "reported", "nvfp4")
+    assert "min_sqnr_db could not be applied" in check.reason
+    assert "Weights were not measured: nvfp4." in headline
+    others = [{**_row("a", 20.0, 20.0), "first_arm": "first", "second_arm": "second"}]
+    status, (check,), _ = weights(others)
+    assert (status, check.status) == ("inconclusive", "inconclusive")
+    assert "(measured: first, second)" in check.reason
+    status, (check,), _ = weights([], tiers={"default": "critical", "weights": "critical"})
+    assert (status, check.status) == ("inconclusive", "inconclusive")
+    status, (check,), headline = weights(others, tiers={"default": "critical", "weights": "supporting"})
+    assert (status, check.status) == ("pass", "inconclusive")
+    assert "Weights were not measured: nvfp4." in headline
+    assert weights(others, weights=None)[:2] == ("pass", [])
+    assert weights([_row("a", 20.0, 20.0)])[:2] == ("pass", [])
+    (lint,) = [check for check in gate(policy, comparison=answers, lint={}).checks if check.name == "lint"]
+    assert (lint.status, lint.arm) == ("reported", "nvfp4")

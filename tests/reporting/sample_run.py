@@ -40,6 +40,7 @@ from workbench.records import (
     TaskScore,
     Transport,
 )
+from workbench.records.judged import evidence_digests
 from workbench.statistics import (
     loss_interval,
     loss_upper_bound,
@@ -93,7 +94,7 @@ def make_sample_run(run_dir: Path) -> None:
     _write_divergence(run_dir)
     policy = {
         "name": "smoke",
-        "note": "Smoke policy: few items and a 10 pp margin per task. It catches a broken arm, not a small loss.",
+        "note": "Smoke policy, for few items: it catches a broken arm, not a small loss.",
         "margin_pp": {"default": 10.0},
         "gated": ["nvfp4", "nvfp4_to_mxfp4"],
         "reported": ["mxfp4_direct"],
@@ -102,7 +103,10 @@ def make_sample_run(run_dir: Path) -> None:
     import pandas as pd
 
     tensors = pd.read_parquet(run_dir / "tensors.parquet")
-    verdict = gate(policy, comparison=comparison, lint=lint, tensors=tensors, evaluations=evaluations)
+    verdict = gate(
+        policy, comparison=comparison, lint=lint, tensors=tensors, evaluations=evaluations,
+        judged=evidence_digests(run_dir, comparison),
+    )  # fmt: skip
     records.write_json(run_dir / "verdict.json", verdict)
     _write_manifest(run_dir, paths)
 

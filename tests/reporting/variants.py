@@ -13,6 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from workbench.records import Comparison, read_json
+from workbench.records.judged import evidence_digests
+
 LATER = "2026-10-02T12:00:00+00:00"
 CONTRAST = """() => {
   const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
@@ -54,6 +57,9 @@ def make_variants(sample_run: Path, root: Path) -> dict[str, Path]:
     edit(scores, scores=[{**row, "num_fewshot": 5} for row in rows])
     config = runs["other"] / "config.yaml"
     config.write_text(config.read_text() + "seed: 3\n")
+    for name in ("first", "again", "other"):  # judged as they are now
+        comparison = read_json(Comparison, runs[name] / "comparison.json")
+        edit(runs[name] / "verdict.json", judged=evidence_digests(runs[name], comparison))
     (runs["damaged"] / "verdict.json").write_text("{")
     (runs["unfinished"] / "verdict.json").unlink()
     config = runs["unfinished"] / "config.yaml"

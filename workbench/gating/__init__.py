@@ -1,6 +1,8 @@
 """Policy and records in, verdict and exit code out; JUnit, step summary, history."""
 
-from .gate import EXIT_CODES, gate
+from workbench.records.judged import EXIT_CODES
+
+from .gate import gate
 from .history import append_history, read_history, trend_lines
 from .junit import to_junit
 from .policy import Policy, read_policy

@@ -67,7 +67,7 @@ def _attribute_arm(rules: Policy, arm: str, evidence: Evidence, layers: list[Lay
     return Attribution(
         arm=arm,
         cause=cause,
-        summary=_summary(arm, cause, ordered, caught, lost, weights_faulty=weights_faulty),
+        summary=_summary(rules, arm, cause, ordered, caught, lost, weights_faulty=weights_faulty),
         causes=ordered,
         caught_by=tuple(dict.fromkeys(layer.layer for layer in caught)),
         layers=tuple(layers),
@@ -143,9 +143,18 @@ def _cause_of_the_rest(
 
 
 def _summary(
-    arm: str, cause: str, causes: tuple[str, ...], caught: list[LayerFinding], lost: bool, *, weights_faulty: bool
+    rules: Policy,
+    arm: str,
+    cause: str,
+    causes: tuple[str, ...],
+    caught: list[LayerFinding],
+    lost: bool,
+    *,
+    weights_faulty: bool,
 ) -> str:
     loss = "the loss" if lost else "no loss is established, but a fault was seen"
+    if cause == "none" and not rules.margin_pp:
+        return f"{arm}: the policy judges no answers, and no layer of checks saw a fault."
     if cause == "none":
         return f"{arm}: no loss above the margin is established, and no layer of checks saw a fault."
     if cause == "undecided":

@@ -9,14 +9,15 @@ from workbench.records import Comparison, Evaluation, GateCheck, LintReport, Tas
 from workbench.statistics import wilson_interval
 
 
-def check_lint(rules: Policy, lint: Mapping[str, LintReport]) -> list[GateCheck]:
+def check_lint(rules: Policy, lint: Mapping[str, LintReport] | None) -> list[GateCheck]:
     """Lint errors of any arm that are not in `lint.allow` make the run invalid: its figures are about a faulty
     checkpoint.
 
-    An arm that is only reported has its errors shown.
+    An arm that is only reported has its errors shown. lint empty: no checkpoint of the run was linted, which is said of
+    every gated arm; None: there is no run to speak of, but answers.
     """
     checks = []
-    for arm, report in lint.items():
+    for arm, report in (lint or {}).items():
         errors = [finding for finding in report.errors if finding.check not in rules.lint_allow]
         allowed = len(report.errors) - len(errors)
         accepted = f" {allowed} more allowed by the policy." if allowed else ""
@@ -36,6 +37,9 @@ def check_lint(rules: Policy, lint: Mapping[str, LintReport]) -> list[GateCheck]
         )
     unlinted = [arm for arm in rules.gated if lint and arm not in lint]
     checks += [invalid("lint", arm, "its checkpoint was not linted, though others were.") for arm in unlinted]
+    if lint is not None and not lint:
+        reason = "not linted: errors of its checkpoint are not known. `workbench lint CHECKPOINT` looks for them."
+        checks += [GateCheck(name="lint", arm=arm, status="reported", reason=reason) for arm in rules.gated]
     return checks
 
 

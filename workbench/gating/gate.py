@@ -19,7 +19,10 @@ nothing either way). Invalid outranks regression outranks inconclusive outranks 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
 from typing import Any
 
 from workbench.errors import ConfigError
@@ -44,9 +47,7 @@ from workbench.records import (
     TensorEquality,
     Verdict,
 )
-
-EXIT_CODES = {"pass": 0, "regression": 1, "inconclusive": 2, "invalid": 2, "failed": 3}
-_STATUS_OF_CHECK = (("invalid", "invalid"), ("fail", "regression"), ("inconclusive", "inconclusive"))
+from workbench.records.judged import EXIT_CODES, counts, status_of
 
 
 def gate(
@@ -62,13 +63,16 @@ def gate(
     preflights: Mapping[str, Preflight] | None = None,
     serving_cost: ServingCost | None = None,
     since: Comparison | None = None,
+    judged: Mapping[str, str] | None = None,
 ) -> Verdict:
     """Judge a run. tensors: rows of tensors.parquet (mappings with the keys of `TensorRecord`, or a DataFrame).
 
+    lint or tensors empty: the run has none, which is said of gated arms; None: only answers are spoken of.
     comparison None: no answers were compared (a run that stopped at a lint error); then nothing can pass. evaluations,
     servers, equality, numerics, preflights: by arm, as far as there are any; the last two also help to say what made an
     arm lose (`Verdict.attributions`). evaluations None: they are not known; else a compared arm that they lack is
-    invalid. since: the run's arms against themselves in the committed baseline. Raises ConfigError for a policy that is
+    invalid. since: the run's arms against themselves in the committed baseline. judged: digests of the files that all
+    this was read from, for `Verdict.judged`. Raises ConfigError for a policy that is
     not understood, or that judges no answers beside such a baseline.
     """
     rules = policy if isinstance(policy, Policy) else read_policy(policy)
@@ -76,8 +80,8 @@ def gate(
     baseline = comparison.baseline if comparison is not None else ""
     rows = _rows(tensors)
     checks: list[GateCheck] = []
-    checks += check_lint(rules, lint or {})
-    checks += check_weights(rules, rows)
+    checks += check_lint(rules, lint)
+    checks += check_weights(rules, None if tensors is None else rows)
     checks += check_equality(rules, equality or {})
     checks += check_thresholds(rules, evaluations)
     checks += check_evaluations(rules, baseline, evaluations)
@@ -96,13 +100,13 @@ def gate(
             checks += check_since_baseline(rules, since, comparison, baseline)
     checks += check_serving(rules, baseline, servers or {}, evaluations, serving_cost)
     checks += check_numerics(rules, numerics or {})
-    status = _overall(checks)
+    status = status_of(checks)
     return Verdict(
         status=status,
         exit_code=EXIT_CODES[status],
         headline=_headline(status, rules, checks),
         policy=rules.name,
-        policy_note=rules.note,
+        policy_note=rules.whole_note,
         checks=tuple(checks),
         attributions=attribute(
             rules,
@@ -117,26 +121,16 @@ def gate(
                 preflights=preflights or {},
             ),
         ),
+        judged=dict(judged or {}),
+        policy_sha256=hashlib.sha256(json.dumps(dataclasses.asdict(rules), sort_keys=True).encode()).hexdigest(),
     )
-
-
-def _counts(check: GateCheck) -> bool:
-    return not (check.tier == "supporting" and check.status == "inconclusive")
-
-
-def _overall(checks: Iterable[GateCheck]) -> str:
-    found = {check.status for check in checks if _counts(check)}
-    for check_status, status in _STATUS_OF_CHECK:
-        if check_status in found:
-            return status
-    return "pass" if "pass" in found else "invalid"
 
 
 def _headline(status: str, rules: Policy, checks: list[GateCheck]) -> str:
     if status == "pass":
         return _passing(rules, checks)
     wanted = {"regression": "fail"}.get(status, status)
-    causes = [check for check in checks if check.status == wanted and _counts(check)]
+    causes = [check for check in checks if check.status == wanted and counts(check)]
     word = {"regression": "Regression", "inconclusive": "Inconclusive", "invalid": "Invalid"}[status]
     if not causes:
         return f"{word}: nothing was judged."
@@ -148,15 +142,18 @@ def _headline(status: str, rules: Policy, checks: list[GateCheck]) -> str:
 def _passing(rules: Policy, checks: list[GateCheck]) -> str:
     judged = [check for check in checks if check.status == "pass" and check.name.startswith("accuracy ")]
     arms = ", ".join(rules.gated)
+    unmeasured = [check.arm for check in checks if check.name == "weights" and check.arm in rules.gated]
+    blind = f" Weights were not measured: {', '.join(unmeasured)}." if unmeasured else ""
     if not judged:
-        return f"Pass: {arms} pass every check of the policy."
-    undecided = sum(not _counts(check) for check in checks)
+        return f"Pass: {arms} pass every check of the policy that could be applied.{blind}"
+    undecided = sum(not counts(check) for check in checks)
     aside = f"; {undecided} supporting checks are undecided" if undecided else ""
     every = "every critical task" if undecided else "every task"
     worst = max(judged, key=lambda check: check.value - check.limit)
     return (
         f"Pass: {arms} lose less than the margin on {every} "
-        f"(closest: {worst.arm} on {worst.name.split()[1]}, at most {worst.value:.2f} of {worst.limit:g} pp){aside}."
+        f"(closest: {worst.arm} on {worst.name.split()[1]}, at most {worst.value:.2f} of {worst.limit:g} pp)"
+        f"{aside}.{blind}"
     )
 
 

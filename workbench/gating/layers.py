@@ -339,5 +339,6 @@ def _answers(rules: Policy, arm: str, evidence: Evidence) -> Iterator[LayerFindi
         reason = f"{figures}, a loss of {worst.loss_pp:.2f} pp (p = {worst.p_loss:.2g})"
         yield LayerFinding(layer="answers", status="caught", reason=reason)
     else:
-        reason = f"{figures}: no loss above the margin is established"
+        above = "above the margin is established" if rules.margin_pp else "is established, and the policy judges none"
+        reason = f"{figures}: no loss {above}"
         yield LayerFinding(layer="answers", status="clean", reason=reason)

@@ -93,6 +93,17 @@ class Policy:
         """The tier of a task, of "weights" or of "serving"."""
         return self.tiers.get(name, self.tiers.get("default", "critical"))
 
+    @property
+    def whole_note(self) -> str:
+        """The note, then what the policy asks of answers, from its own margins."""
+        margins = [f"{margin:g} pp on {task}" for task, margin in self.margin_pp.items() if task != "default"]
+        asked = "No answers are judged: the policy has no margin."
+        if self.margin_pp:
+            everywhere = f"{self.margin_pp['default']:g} pp a task"
+            asked = f"Margin: {', '.join([everywhere, *margins])}."
+        note = self.note.strip()
+        return f"{note}{'' if note.endswith(('.', '!', '?')) else '.'} {asked}" if note else asked
+
     def weigh(self, status: str, name: str) -> str:
         """What a status counts for in a tier: an advisory check is only reported, and faulty evidence of a supporting
         one leaves it open instead of making the run invalid.

@@ -22,15 +22,22 @@ NAMED = 3
 Row = Mapping[str, Any]
 
 
-def check_weights(rules: Policy, rows: list[Row]) -> list[GateCheck]:
-    """One check for each limit of the policy and each gated or reported arm that has rows."""
+def check_weights(rules: Policy, rows: list[Row] | None) -> list[GateCheck]:
+    """One check for each limit of the policy and each gated or reported arm that has rows; one that has none, or not
+    all, is named. None: nothing is known of weights, and nothing said.
+    """
+    if rows is None:
+        return []
     checks = []
     sqnr = _by_arm(
         rows, {"first_arm": lambda row: row["sqnr_first_db"], "second_arm": lambda row: row["sqnr_total_db"]}
     )
     correlation = _by_arm(rows, {"first_arm": _correlation_first, "second_arm": _correlation_second})
     errors = _by_arm(rows, {"second_arm": lambda row: row.get("corr_e1_e2")}, worst=_largest_magnitude)
+    measured = sorted({*sqnr, *correlation, *errors})
     for arm in (*rules.gated, *rules.reported):
+        if asked := _unmeasured(rules, arm, sqnr, correlation, errors):
+            checks.append(_not_measured(rules, arm, asked, measured))
         if rules.min_sqnr_db is not None and arm in sqnr:
             checks.append(_at_least(rules, "weights sqnr", arm, sqnr[arm], rules.min_sqnr_db, "dB", "SQNR"))
         if rules.max_below_median_db is not None and arm in sqnr:
@@ -41,6 +48,33 @@ def check_weights(rules: Policy, rows: list[Row]) -> list[GateCheck]:
         if rules.max_error_correlation is not None and arm in errors:
             checks.append(_error_correlation(rules, arm, errors[arm], rules.max_error_correlation))
     return checks
+
+
+def _unmeasured(
+    rules: Policy, arm: str, sqnr: Mapping[str, Any], correlation: Mapping[str, Any], errors: Mapping[str, Any]
+) -> list[str]:
+    """Limits of the policy that nothing was measured for. An arm that is quantized once has no second error."""
+    limits = (
+        ("min_sqnr_db", rules.min_sqnr_db, sqnr),
+        ("max_below_median_db", rules.max_below_median_db, sqnr),
+        ("min_correlation", rules.min_correlation, correlation),
+        ("max_error_correlation", rules.max_error_correlation, errors if arm not in sqnr else {arm: ()}),
+    )
+    return [name for name, limit, figures in limits if limit is not None and arm not in figures]
+
+
+def _not_measured(rules: Policy, arm: str, asked: list[str], measured: list[str]) -> GateCheck:
+    """Where other arms were measured, or the policy's tiers name `weights`, an arm that was not is left open, by its
+    tier; else the run has no weights to look at (an endpoint's answers alone), which is said.
+    """
+    others = f" (measured: {', '.join(measured)})" if measured else ""
+    reason = (
+        f"not measured for {arm}: {', '.join(asked)} could not be applied{others}. An experiment whose analysis.pairs "
+        "name the arm measures them; weights: null in the policy asks for none."
+    )
+    demanded = bool(measured) or "weights" in rules.tiers
+    status = rules.weigh("inconclusive", "weights") if arm in rules.gated and demanded else "reported"
+    return GateCheck(name="weights", arm=arm, status=status, reason=reason, tier=rules.tier("weights"))
 
 
 def check_equality(rules: Policy, equality: Mapping[str, TensorEquality]) -> list[GateCheck]:

@@ -217,6 +217,9 @@ class Verdict:
     """verdict.json. status: "pass" 0, "regression" 1, "inconclusive" 2, "invalid" 2, "failed" 3 (could not run).
 
     attributions: for each gated or reported arm, what made it lose and which checks saw it; they do not move `status`.
+    judged: sha256 of every file that was read, by its path in the run (empty where no run was judged, but records):
+    `workbench.records.judged` holds them against what lies there now. policy_sha256: of the policy as it was applied.
+    "outdated" 2 is what a reader puts in place of a verdict whose files have changed since.
     """
 
     status: str
@@ -226,6 +229,8 @@ class Verdict:
     policy_note: str
     checks: tuple[GateCheck, ...]
     attributions: tuple[Attribution, ...] = ()
+    judged: dict[str, str] = field(default_factory=dict)
+    policy_sha256: str = ""
 
 
 # ---- the run ---------------------------------------------------------------------------------------------------------

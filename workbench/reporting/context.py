@@ -26,6 +26,7 @@ VERDICTS = {
     "inconclusive": ("?", "Inconclusive"),
     "invalid": ("!", "Invalid"),
     "failed": ("!", "Could not run"),
+    "outdated": ("!", "Out of date"),
 }
 
 

@@ -2,6 +2,7 @@
 
 files = load_run(run_dir)
 files.verdict is None                # the gate did not run
+files.verdict.status                 # "outdated" where the files that it judged have changed since
 files.problems                       # files that are there but cannot be read
 files.refuse_damaged("comparison.json", "eval")   # raises where one of them cannot
 """
@@ -34,6 +35,7 @@ from workbench.records import (
     from_json,
     parse_json,
 )
+from workbench.records.judged import contradiction, out_of_date
 
 from .settings import read_settings
 
@@ -151,7 +153,7 @@ def load_run(run_dir: Path, *, tables: bool = True) -> RunFiles:
     files = RunFiles(run_dir=run_dir)
     files.manifest = _record(files, Manifest, run_dir / "manifest.json", "manifest")
     files.comparison = _record(files, Comparison, run_dir / "comparison.json", "comparison")
-    files.verdict = _record(files, Verdict, run_dir / "verdict.json", "verdict")
+    files.verdict = _verdict(files)
     files.serving_cost = _record(files, ServingCost, run_dir / "serving_cost.json", "serving_cost")
     files.lint = _per_arm(files, "lint", LintReport, sorted(run_dir.glob("lint/*.json")), lambda p: p.stem)
     raw = (".audit.json", ".facts.json", ".numerics.json")
@@ -187,6 +189,16 @@ def load_run(run_dir: Path, *, tables: bool = True) -> RunFiles:
         except _UNREADABLE as error:
             files.problems.append(f"analysis.json: {error}")
     return files
+
+
+def _verdict(files: RunFiles) -> Verdict | None:
+    """The gate's verdict; one of status "outdated" where what it judged is not what lies there now."""
+    verdict = _record(files, Verdict, files.run_dir / "verdict.json", "verdict")
+    if verdict is not None and (why := contradiction(verdict)):
+        files.problems.append(f"verdict.json: {why}")
+        del files.sources["verdict.json"]
+        return None
+    return out_of_date(files.run_dir, verdict) if verdict is not None else None
 
 
 def _preflights(run_dir: Path) -> list[Path]:
