@@ -91,7 +91,8 @@ def test_a_policy_that_says_something_else_than_it_seems_is_refused_shortly(
     [
         (["{a}", "{b}", "--baseline", "source"], "--baseline is for the arms of one run"),
         (["{a}", "{b}", "--noise-arm", "x"], "--noise-arm is for the arms of one run"),
-        (["{a}", "--json", "{a}/x.json"], "--json is for two folders"),
+        (["{a}", "--noise", "{b}"], "--noise is for two folders"),
+        (["{a}", "--json", "{a}/x.json"], "lies within {a}, which the command reads"),
         (["{a}", "{a}/nowhere"], "there is no folder"),
         (["{a}", "{b}", "--policy", "nope"], "there is no gate policy 'nope'"),
         (["{a}", "{b}", "--json", "{a}"], "is a folder"),
@@ -346,3 +347,23 @@ def test_bytes_that_a_conversion_leaves_alone(tmp_path: Path) -> None:
     data[8 + header + entries[name]["data_offsets"][0]] ^= 1
     shard.write_bytes(data)
     assert compare_bytes(source, tmp_path / "q", "nvfp4").differing == (name,)
+
+
+def test_a_run_is_judged_by_the_arms_that_its_own_config_gates(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    assert cli.main(["gate", str(copy)]) == 3
+    assert "gates no arm" in capsys.readouterr().err
+    config = copy / "config.yaml"
+    config.write_text(config.read_text() + "gate:\n  gated: [nvfp4]\n  reported: [mxfp4_direct]\n")
+    cli.main(["gate", str(copy)])
+    printed = capsys.readouterr().out
+    assert "gated: nvfp4 (the arms that the run's config.yaml gates; --gated ARM names others)" in printed
+    checks = records.read_json(records.Verdict, copy / "verdict.json").checks
+    assert {check.arm for check in checks if check.status == "pass" and check.name != "lint"} == {"nvfp4"}
+    assert "mxfp4_direct" in {check.arm for check in checks if check.status == "reported"}
+    assert "  pass: nvfp4: lint: " in printed
+    cli.main(["gate", str(copy), "--gated", "nvfp4_to_mxfp4"])
+    assert "config.yaml gates" not in capsys.readouterr().out

@@ -14,7 +14,8 @@ from workbench.commands import check_file, check_folder, read_text, tasks_named
 from workbench.errors import ConfigError
 
 if TYPE_CHECKING:
-    from workbench.records import Bounded, Verdict
+    from workbench.records import Bounded, Comparison, Evaluation, Verdict
+    from workbench.reporting.load import RunFiles
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
@@ -126,8 +127,8 @@ def _interval(low: float, high: float, digits: str) -> str:
 
 
 def compare(arguments: argparse.Namespace) -> int:
-    """Two folders, judged by a policy; or, of one run, every arm paired with its baseline."""
-    of_two = ("noise", "json", "junit")
+    """Judge two folders by a policy; or, of one run, every arm against its baseline."""
+    of_two = ("noise",)
     of_one = ("baseline_arm", "noise_arm")
     for name in of_one if arguments.candidate else of_two:
         if getattr(arguments, name):
@@ -140,24 +141,34 @@ def compare(arguments: argparse.Namespace) -> int:
 
 
 def _compare_two(arguments: argparse.Namespace) -> int:
-    from workbench import records
-    from workbench.comparison import check_apart, compare_evaluations, comparison_json, comparison_text, read_folders
-    from workbench.gating import append_step_summary, gate, to_junit, to_step_summary
+    from workbench.comparison import check_apart, compare_evaluations, read_folders
 
     read = (arguments.baseline, arguments.candidate, arguments.noise)
-    for flag, path in (("--json", arguments.json), ("--junit", arguments.junit)):
-        if path:
-            check_file(flag, path, *read)
+    _check_outputs(arguments, *read)
     _check_two(*read)
     policy = _policy(arguments.policy)
     arms = read_folders(arguments.baseline, arguments.candidate, arguments.noise)
     check_apart(arms)
     comparison = compare_evaluations(arms)
-    verdict = gate(
-        {**policy, "gated": [arms[-1].name], "reported": []},
-        comparison=comparison,
-        evaluations={arm.name: arm.evaluation for arm in arms},
-    )
+    evaluations = {arm.name: arm.evaluation for arm in arms}
+    return _judge(arguments, {**policy, "gated": [arms[-1].name], "reported": []}, comparison, evaluations)
+
+
+def _check_outputs(arguments: argparse.Namespace, *read: Path | None) -> None:
+    for flag, path in (("--json", arguments.json), ("--junit", arguments.junit)):
+        if path:
+            check_file(flag, path, *read)
+
+
+def _judge(
+    arguments: argparse.Namespace, policy: dict[str, Any], comparison: Comparison, evaluations: dict[str, Evaluation]
+) -> int:
+    """Judge a comparison, write what was asked for, print both; the exit code."""
+    from workbench import records
+    from workbench.comparison import comparison_json, comparison_text
+    from workbench.gating import append_step_summary, gate, to_junit, to_step_summary
+
+    verdict = gate(policy, comparison=comparison, evaluations=evaluations)
     if arguments.json:
         records.write_text(arguments.json, comparison_json(comparison, verdict))
     if arguments.junit:
@@ -180,11 +191,14 @@ def _check_two(baseline: Path, candidate: Path, noise: Path | None) -> None:
 
 def _compare_arms(arguments: argparse.Namespace) -> int:
     from workbench import records
-    from workbench.comparison import compare_arms, comparison_text
+    from workbench.comparison import compare_arms
+    from workbench.records import Evaluation
 
     run, baseline = arguments.baseline, arguments.baseline_arm or "source"
     if not run.is_dir():
         raise ConfigError(f"there is no folder {run}", fix="give the folder that a run printed")
+    _check_outputs(arguments, run)
+    policy = _policy(arguments.policy)
     arms = sorted(path.parent.name for path in (run / "eval").glob("*/scores.json"))
     if baseline not in arms:
         raise ConfigError(
@@ -199,8 +213,9 @@ def _compare_arms(arguments: argparse.Namespace) -> int:
         )
     comparison = compare_arms(run, baseline=baseline, candidates=candidates, noise_arm=arguments.noise_arm)
     records.write_json(run / "comparison.json", comparison)
-    print(comparison_text(comparison))
-    return 0
+    judged = [arm for arm in candidates if arm != arguments.noise_arm] or candidates
+    evaluations = {arm: records.read_json(Evaluation, run / "eval" / arm / "scores.json") for arm in arms}
+    return _judge(arguments, {**policy, "gated": judged, "reported": []}, comparison, evaluations)
 
 
 def gate(arguments: argparse.Namespace) -> int:
@@ -229,6 +244,12 @@ def gate(arguments: argparse.Namespace) -> int:
         if getattr(arguments, key):
             policy[key] = getattr(arguments, key)
     files = load_run(arguments.run)
+    if not policy.get("gated"):
+        policy = {
+            **policy,
+            **_arms_judged_by(files),
+            **({"reported": arguments.reported} if arguments.reported else {}),
+        }
     verdict = judge_files(files, policy, since=None if arguments.update_baseline else arguments.baseline)
     if arguments.json:
         records.write_json(arguments.json, verdict)
@@ -247,6 +268,23 @@ def gate(arguments: argparse.Namespace) -> int:
     for line in trend:
         print(one_line(f"trend: {line}"))
     return _say_verdict(verdict)
+
+
+def _arms_judged_by(files: RunFiles) -> dict[str, list[str]]:
+    """gated and reported arms of the experiment that made the run, from its config.yaml; none where it names none."""
+    import yaml  # type: ignore[import-untyped]
+
+    from workbench.comparison import one_line
+
+    settings = yaml.safe_load(files.config) if files.config else None
+    gate = settings.get("gate") if isinstance(settings, dict) else None
+    named = {key: gate.get(key) for key in ("gated", "reported")} if isinstance(gate, dict) else {}
+    found = {key: arms for key, arms in named.items() if isinstance(arms, list) and arms}
+    if "gated" not in found:
+        return {}
+    listed = ", ".join(str(arm) for arm in found["gated"])
+    print(one_line(f"gated: {listed} (the arms that the run's config.yaml gates; --gated ARM names others)"))
+    return found
 
 
 # ---- what they share -------------------------------------------------------------------------------------------------
@@ -268,11 +306,12 @@ def _policy(name: str) -> dict[str, Any]:
 
 def _say_verdict(verdict: Verdict) -> int:
     from workbench.comparison import one_line
+    from workbench.records.judged import named
 
     lines = [
         f"verdict: {verdict.status.upper()} (exit code {verdict.exit_code}, policy {verdict.policy})",
         verdict.headline,
-        *(f"  {check.status}: {check.name}: {check.reason}" for check in verdict.checks),
+        *(f"  {check.status}: {named(check)}: {check.reason}" for check in verdict.checks),
     ]
     for found in verdict.attributions:
         caught = ", ".join(found.caught_by) or "nothing"

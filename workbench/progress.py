@@ -91,9 +91,11 @@ class Progress:
         self._line("")
         self._line(f"verdict: {verdict.status.upper()} (exit code {verdict.exit_code})")
         self._line(verdict.headline)
+        from workbench.records.judged import named
+
         for check in verdict.checks:
             if check.status != "pass":
-                self._line(f"  {check.status}: {check.name}: {check.reason}")
+                self._line(f"  {check.status}: {named(check)}: {check.reason}")
         for found in verdict.attributions:
             if found.cause != "none":
                 self._line(f"  cause: {found.cause}, caught by {', '.join(found.caught_by)}. {found.summary}")

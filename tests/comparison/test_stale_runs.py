@@ -60,13 +60,13 @@ def test_two_arms_compared_get_the_verdict_of_their_run(run: Path, capsys: pytes
     folders = [str(run / "eval" / arm) for arm in ("source", "nvfp4")]
     assert (judge(run), cli.main(["compare", *folders])) == (0, 0)
     evaluate(run, "nvfp4", {"gsm8k": table(*GOOD)[1]}, failed=80, truncated=900, empty=500)
-    assert cli.main(["compare", str(run)]) == 0
-    for command in (["gate", str(run), "--gated", "nvfp4", "--policy", "default"], ["compare", *folders]):
+    commands = [["compare", str(run)], ["gate", str(run), "--gated", "nvfp4", "--policy", "default"]]
+    for command in (*commands, ["compare", *folders]):
         capsys.readouterr()
         assert cli.main(command) == 2
         printed = capsys.readouterr().out
         for what in ("empty", "truncated", "failed"):
-            assert f"inconclusive: {what} answers gsm8k" in printed
+            assert f"inconclusive: nvfp4: {what} answers gsm8k" in printed
 
 
 def _again_elsewhere(run: Path) -> None:
@@ -125,8 +125,9 @@ def test_what_is_stale_or_does_not_add_up_is_to_be_compared_again(
     printed = capsys.readouterr().err
     assert message in printed
     assert f"fix: compare again: workbench compare {run} --baseline source" in printed
-    assert cli.main(["compare", str(run)]) == 0  # and that is the way out
-    assert judge(run) == (1 if damage in (_again_elsewhere, _again_beside, _another_task) else 0)
+    code = 1 if damage in (_again_elsewhere, _again_beside, _another_task) else 0
+    assert cli.main(["compare", str(run)]) == code  # and that is the way out
+    assert judge(run) == code
 
 
 def test_an_arm_without_scores_is_invalid(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,3 +193,24 @@ def test_a_torn_history_stops_the_gate_before_it_judges(run: Path, tmp_path: Pat
     history.write_bytes(whole.rstrip(b"\n"))
     assert judge(run, "--history", str(history)) == 0
     assert len(history.read_bytes().splitlines()) == 2
+
+
+def test_the_arms_of_a_run_are_judged_as_two_folders_are(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluate(run, "nvfp4", {"gsm8k": table(*BAD)[1]})
+    evaluate(run, "again", {"gsm8k": table(*BAD)[1]})
+    folders = [str(run / "eval" / arm) for arm in ("source", "nvfp4")]
+    (tmp_path / "wide.yaml").write_text("name: wide\nmargin_pp: 60\n")
+    capsys.readouterr()
+    for policy, code in (("default", 1), (str(tmp_path / "wide.yaml"), 0)):
+        assert cli.main(["compare", *folders, "--policy", policy]) == code
+        of_two = capsys.readouterr().out
+        out = tmp_path / "out.json"
+        assert cli.main(["compare", str(run), "--policy", policy, "--noise-arm", "again", "--json", str(out)]) == code
+        of_one = capsys.readouterr().out
+        said = [line for line in of_two.splitlines() if ": nvfp4: accuracy gsm8k strict: " in line]
+        assert said
+        assert all(line in of_one for line in said)
+        assert {check["arm"] for check in json.loads(out.read_text())["verdict"]["checks"]} == {"nvfp4"}
+    assert cli.main(["compare", str(run), "--policy", "nope"]) == 3
