@@ -27,7 +27,7 @@ BENEATH = {
 }
 # The files beside the rooms, from the entry points down: each may import those that come later.
 FILES = ("cli", "run", "analysis_commands", "answer_commands", "bench_commands", "commands", "experiment",
-         "arm_evaluation", "divergences", "arms", "settings", "composition", "runfolder", "progress", "entry",
+         "arm_evaluation", "divergences", "arms", "settings", "composition", "runfolder", "progress", "flags", "entry",
          "interrupt", "errors")  # fmt: skip
 EVERYONE = {"errors", "interrupt", "records"}
 

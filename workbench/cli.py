@@ -27,6 +27,8 @@ from typing import NoReturn
 import workbench
 from workbench import analysis_commands, answer_commands, bench_commands, commands
 from workbench.entry import COULD_NOT_RUN, explain, safe_streams
+from workbench.errors import WorkbenchError
+from workbench.flags import in_flags
 from workbench.interrupt import terminable
 
 MOST = 1_000_000  # of whatever is counted: above it lies a typing mistake
@@ -66,7 +68,12 @@ def _run(argv: list[str] | None) -> int:
         return stop.code if isinstance(stop.code, int) else 0
     command: Callable[[argparse.Namespace], int] = arguments.command
     with terminable():
-        return command(arguments)
+        try:
+            return command(arguments)
+        except WorkbenchError as error:
+            known = vars(arguments).keys()
+            error.message, error.fix = in_flags(error.message, known), in_flags(error.fix, known)
+            raise
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
