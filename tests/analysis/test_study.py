@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from workbench import cli
 from workbench.analysis.gemm import GemmArm, _sqnr_with_interval, analyze_gemm
 from workbench.analysis.study import Arm, analyze_pairs
 from workbench.analysis.summary import AnalysisSummary, summarize
@@ -126,6 +127,18 @@ def test_wrong_settings_are_refused_before_anything_is_measured(trio: Trio, tmp_
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("products", ["auto", "gaussian", "none"])
+def test_inputs_that_cannot_be_read_are_refused_before_a_weight_is_and_leave_nothing(
+    products: str, trio: Trio, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (bad := tmp_path / "bad.safetensors").write_bytes(b"no safetensors")
+    monkeypatch.setattr("workbench.analysis.study.analyze_weights", lambda **_: pytest.fail("weights were read"))
+    words = ["analyze", str(trio.source), str(trio.nvfp4), "--activations", str(bad), "--products", products]
+    assert cli.main([*words, "--out", str(tmp_path / "out")]) == 3
+    assert str(bad) in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_dead_and_huge_layers_raise_no_warning(trio: Trio) -> None:
     gemm = analyze_gemm(
         source=trio.source,

@@ -151,9 +151,12 @@ def analyze_checkpoints(
 
     device, compute: of the weights' pass (None: the processor, this process); products stay there.
     The same call continues a killed one and ends in the same bytes. Raises ConfigError when `out` holds an analysis of
-    other inputs, and what `analyze_weights` raises.
+    other inputs, CheckpointError for an activations file that cannot be read (both before anything is measured), and
+    what `analyze_weights` raises.
     """
     check_resamples(bootstrap)
+    if activations is not None:
+        read_activations(activations)
     path = out / "tensors.parquet"
     if path.is_file():
         _check_same(path, inputs_of(source, [pair], seed, select, sample, device))
