@@ -2,8 +2,9 @@
 
 files, pages = draw_fitting(load_run(run_dir), render)     # files.problems names what was left out
 
-Which file it is shows only by drawing without it: first kind by kind (all evaluations, all servers), then as many kinds
-as it takes, and of what was left out each file that can be drawn after all comes back.
+Which file it is shows only by drawing without it: first kind by kind (all evaluations, all servers; analysis.json, whose
+keys nothing else checks, before all), then as many kinds as it takes, and of what was left out each file that can be
+drawn after all comes back.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def _enough_to_leave_out(
     kinds: dict[str, list[str]] = {}
     for name, (attribute, _) in files.sources.items():
         kinds.setdefault(attribute, []).append(name)
-    groups = list(kinds.values())
+    groups = [kinds[attribute] for attribute in sorted(kinds, key=lambda attribute: attribute != "analysis")]
     prefixes = [[name for group in groups[:n] for name in group] for n in range(2, len(groups) + 1)]
     return next((names for names in [*groups, *prefixes] if _draws(files.without(names, ""), draw, misfit)), [])
 
