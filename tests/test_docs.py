@@ -64,6 +64,19 @@ def test_the_workbench_knows_the_command(command: str, capsys: pytest.CaptureFix
     assert code == 0, f"{command}\n{printed}"
 
 
+@pytest.mark.parametrize("block", [b for b in ALL if any(" gate " in c for c in b.commands)], ids=lambda b: b.page.name)
+def test_an_arm_that_a_block_compares_or_gates_was_evaluated_and_analyzed_in_it(block: Block) -> None:
+    parsed = [cli._parser().parse_args(shlex.split(c)[1:]) for c in block.commands if c.startswith("workbench ")]
+    evaluated = {a.arm for a in parsed if a.command is cli.answer_commands.evaluate}
+    analyzed = [{a.first_arm, a.second_arm} for a in parsed if a.command is cli.analysis_commands.analyze]
+    for arguments in parsed:
+        if evaluated and arguments.command is cli.answer_commands.gate:
+            assert set(arguments.gated) <= evaluated
+            assert all(set(arguments.gated) <= arms for arms in analyzed)
+        if evaluated and arguments.command is cli.answer_commands.compare and arguments.candidate is None:
+            assert (arguments.baseline_arm or "source") in evaluated
+
+
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("python -m workbench.run")])
 def test_the_front_door_composes_the_command(command: str) -> None:
     words = shlex.split(command)[3:]

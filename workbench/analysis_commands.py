@@ -28,6 +28,7 @@ def analyze(arguments: argparse.Namespace) -> int:
 
     check_folder("--out", arguments.out)
     source, first = _analyzed(arguments)
+    _check_arms(arguments)
     check_input("--activations", arguments.activations)
     if arguments.compute == "local" and (arguments.ray_address or arguments.ray_cpus):
         raise ConfigError("--ray-address and --ray-cpus belong to --compute ray", fix="add it, or leave them out")
@@ -40,6 +41,7 @@ def analyze(arguments: argparse.Namespace) -> int:
     summary = analyze_checkpoints(
         out=arguments.out,
         source=source,
+        source_arm=arguments.source_arm,
         pair=pair,
         arms=arms,
         activations=arguments.activations,
@@ -53,7 +55,7 @@ def analyze(arguments: argparse.Namespace) -> int:
         device=device,
         compute=compute,
     )
-    paths = {"source": source, "first": first, "second": pair.second}
+    paths = {arguments.source_arm: source, arguments.first_arm: first, arguments.second_arm: pair.second}
     manifest = describe(
         experiment="analyze",
         checkpoints={arm: {"path": str(path)} for arm, path in paths.items() if path is not None},
@@ -105,6 +107,19 @@ def _analyzed(arguments: argparse.Namespace) -> tuple[Path | None, Path | None]:
     return found[0], found[1]
 
 
+def _check_arms(arguments: argparse.Namespace) -> None:
+    from workbench.settings import check_arm_name
+
+    named = {f"--{of}-arm": getattr(arguments, f"{of}_arm") for of in ("source", "first", "second")}
+    for flag, name in named.items():
+        check_arm_name(flag, name)
+    if len(set(named.values())) < len(named):
+        raise ConfigError(
+            f"two arms have one name: {', '.join(f'{flag} {name}' for flag, name in named.items())}",
+            fix="give each a name of its own",
+        )
+
+
 def _pair_and_arms(arguments: argparse.Namespace, first: Path | None) -> tuple[Any, list[Any]]:
     """What to compare, and whose matrix products to measure."""
     from workbench.analysis.gemm import GemmArm
@@ -123,21 +138,21 @@ def _pair_and_arms(arguments: argparse.Namespace, first: Path | None) -> tuple[A
     stored = None if target else Path(arguments.second)
     pair = ArmPair(
         first=first,
-        first_arm="first" if first is not None else "",
-        second_arm="second",
+        first_arm=arguments.first_arm if first is not None else "",
+        second_arm=arguments.second_arm,
         second=stored,
         second_format=arguments.second if target else "mxfp4",
         second_rule=rule,
     )
     if arguments.products == "none" or (arguments.products == "auto" and arguments.activations is None):
         return pair, []
-    arms = [GemmArm(arm="first", checkpoint=first, activation_format="same")] if first is not None else []
+    arms = [GemmArm(arm=arguments.first_arm, checkpoint=first, activation_format="same")] if first is not None else []
     if stored is not None:
-        arms.append(GemmArm(arm="second", checkpoint=stored, activation_format="same"))
+        arms.append(GemmArm(arm=arguments.second_arm, checkpoint=stored, activation_format="same"))
     elif first is not None:
         arms.append(
             GemmArm(
-                arm="second",
+                arm=arguments.second_arm,
                 checkpoint=first,
                 requant_format=arguments.second,
                 requant_rule=rule,

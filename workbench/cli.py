@@ -221,6 +221,8 @@ def _parser() -> argparse.ArgumentParser:
     analyze.add_argument(
         "--second", type=_text, default="mxfp4", help="format to requantize to, or a checkpoint's folder"
     )
+    for of in ("source", "first", "second"):
+        analyze.add_argument(f"--{of}-arm", default=of, metavar="ARM", help=f"its name in a run; default: {of}")
     analyze.add_argument("--rule", help="scale rule of the second quantization")
     analyze.add_argument("--select", type=_text, metavar="GLOB", help="only matrices of these names")
     analyze.add_argument("--sample", type=_whole(1, MOST), metavar="N", help="about N matrices, of every kind")

@@ -127,6 +127,26 @@ def test_wrong_settings_are_refused_before_anything_is_measured(trio: Trio, tmp_
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_the_command_names_its_arms_as_the_run_does(
+    trio: Trio, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["analyze", str(trio.source), str(trio.nvfp4), "--products", "gaussian", "--bootstrap", "5"]
+    names = ["--source-arm", "bf16", "--first-arm", "nvfp4", "--second-arm", "online"]
+    assert cli.main([*words, *names, "--out", str(tmp_path / "out")]) == 0
+    tensors = pd.read_parquet(tmp_path / "out" / "tensors.parquet")
+    assert set(tensors[["source_arm", "first_arm", "second_arm"]].itertuples(index=False, name=None)) == {
+        ("bf16", "nvfp4", "online")
+    }
+    assert set(pd.read_parquet(tmp_path / "out" / "gemm.parquet")["arm"]) == {"nvfp4", "online"}
+    assert cli.main([*words, *names, "--out", str(tmp_path / "out")]) == 0  # the same again: what is there is kept
+    assert cli.main([*words, "--out", str(tmp_path / "out")]) == 3
+    assert "other checkpoints or settings" in capsys.readouterr().err
+    for wrong, said in ((["--first-arm", "second"], "two arms"), (["--first-arm", "a/b"], "--first-arm is 'a/b'")):
+        assert cli.main([*words, *wrong, "--out", str(tmp_path / "other")]) == 3
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
 @pytest.mark.parametrize("products", ["auto", "gaussian", "none"])
 def test_inputs_that_cannot_be_read_are_refused_before_a_weight_is_and_leave_nothing(
     products: str, trio: Trio, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -134,6 +134,7 @@ def analyze_checkpoints(
     out: Path,
     source: Path | None,
     pair: ArmPair,
+    source_arm: str = "source",
     arms: Sequence[GemmArm] = (),
     activations: Path | None = None,
     moments: bool = False,
@@ -159,7 +160,7 @@ def analyze_checkpoints(
         read_activations(activations)
     path = out / "tensors.parquet"
     if path.is_file():
-        _check_same(path, inputs_of(source, [pair], seed, select, sample, device))
+        _check_same(path, inputs_of(source, [pair], seed, select, sample, device, source_arm))
     products = out / "gemm.parquet"
     if products.is_file() and source is not None:
         _check_same(products, products_key(source, arms, activations, resamples=bootstrap, seed=seed, moments=moments))
@@ -168,6 +169,7 @@ def analyze_checkpoints(
         path,
         lambda journal: analyze_weights(
             source=source,
+            source_arm=source_arm,
             pairs=[pair],
             journal=journal,
             seed=seed,

@@ -120,14 +120,16 @@ def inputs_of(
     select: str | None,
     sample: int | None,
     device: Device | None = None,
+    source_arm: str = "source",
 ) -> dict[str, Any]:
-    """What `attrs["inputs"]` of the table is for these arguments (source_arm "source"); reads headers only."""
+    """What `attrs["inputs"]` of the table is for these arguments; reads headers only."""
     with ExitStack() as stack:
         checkpoints = OpenCheckpoints(stack)
         for path in (source, *(path for pair in pairs for path in paths_of(pair).values())):
             if path is not None:
                 checkpoints.open(path)
-        key = _journal_key("source" if source is not None else "", pairs, checkpoints, seed, device or Device())
+        arm = source_arm if source is not None else ""
+        key = _journal_key(arm, pairs, checkpoints, seed, device or Device())
         return key | {"select": select, "sample": sample}
 
 
