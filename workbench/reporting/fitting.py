@@ -2,9 +2,9 @@
 
 files, pages = draw_fitting(load_run(run_dir), render)     # files.problems names what was left out
 
-Which file it is shows only by drawing without it: first kind by kind (all evaluations, all servers; analysis.json, whose
-keys nothing else checks, before all), then as many kinds as it takes, and of what was left out each file that can be
-drawn after all comes back.
+Which file it is shows only by drawing without it: first kind by kind (all evaluations, all servers; before all
+analysis.json, whose keys nothing else checks), then as many kinds as it takes, and of what was left out each file that
+can be drawn after all comes back.
 """
 
 from __future__ import annotations
