@@ -77,6 +77,10 @@ def analyze(arguments: argparse.Namespace) -> int:
         )
     for figure, count in summary.doubtful.items():
         print(f"the interval of {figure} is in doubt for {count} matrices: a few blocks hold most of the error")
+    for of in summary.alone:
+        shown = ", ".join(of.examples[:SHOWN_NAMES]) + (", ..." if of.matrices > SHOWN_NAMES else "")
+        measured = "not measured" if of.arm == arguments.second_arm else f"measured against {of.other} as it stands"
+        print(f"quantized in {of.arm} and not in {of.other}, {measured}: {of.matrices} ({shown})")
     if summary.missing:
         print(f"not given: {summary.missing}; figures that need it are missing")
     for kind, count in summary.fault_counts.items():

@@ -13,6 +13,7 @@ from workbench import cli
 from workbench.analysis.gemm import GemmArm, _sqnr_with_interval, analyze_gemm
 from workbench.analysis.study import Arm, analyze_pairs
 from workbench.analysis.summary import AnalysisSummary, summarize
+from workbench.checkpoints.convert import quantize_checkpoint
 from workbench.errors import CheckpointError, ConfigError
 from workbench.records import read_json
 
@@ -145,6 +146,23 @@ def test_the_command_names_its_arms_as_the_run_does(
         assert cli.main([*words, *wrong, "--out", str(tmp_path / "other")]) == 3
         assert said in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
+
+
+def test_what_one_checkpoint_alone_quantizes_is_said_and_recorded(
+    trio: Trio, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = MODULES[0], MODULES[1:3]
+    quantize_checkpoint(trio.source, tmp_path / "a", format="nvfp4", dialect="modelopt", exclude=other)
+    quantize_checkpoint(trio.source, tmp_path / "b", format="mxfp4", dialect="quark", exclude=[one])
+    words = ["analyze", str(trio.source), str(tmp_path / "a"), "--second", str(tmp_path / "b")]
+    cli.main([*words, "--out", str(tmp_path / "out")])
+    said = capsys.readouterr().out
+    assert f"quantized in first and not in second, measured against second as it stands: 1 ({one}.weight)" in said
+    assert "quantized in second and not in first, not measured: 2 (" in said
+    alone = read_json(AnalysisSummary, tmp_path / "out" / "analysis.json").alone
+    assert [(of.arm, of.other, of.matrices) for of in alone] == [("first", "second", 1), ("second", "first", 2)]
+    assert alone[0].examples == (f"{one}.weight",)
+    assert set(alone[1].examples) == {f"{name}.weight" for name in other}
 
 
 @pytest.mark.parametrize("products", ["auto", "gaussian", "none"])

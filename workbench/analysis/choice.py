@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 GRANULARITIES = ("layer", "expert")
 
 
+_EXAMPLES = 20  # names that are kept of more
+
+
 @dataclass(frozen=True, slots=True)
 class Chosen:
     """names: matrices to measure, in layer order. by_pair: those of each pair's key. weights: of a sampled matrix (1.0
@@ -76,6 +79,24 @@ def choose_matrices(
     weights = {e.name: 1.0 for e in entries} if sample is None else sample_entries(entries, sample, seed)
     names = [e.name for e in entries if e.name in weights]
     return Chosen(names, by_pair, weights, len(entries), faults)
+
+
+def quantized_alone(pair: ArmPair, checkpoints: OpenCheckpoints) -> list[dict[str, Any]]:
+    """Of two stored checkpoints, what each quantizes and the other does not: `summary.Alone`'s fields."""
+    if pair.first is None or pair.second is None:
+        return []
+    first, second = (
+        [entry.name for entry in checkpoints.open(path).entries() if entry.quantized]
+        for path in (pair.first, pair.second)
+    )
+    found = []
+    for arm, other, own, others in (
+        (pair.first_arm, pair.second_arm, first, set(second)),
+        (pair.second_arm, pair.first_arm, second, set(first)),
+    ):
+        if names := [name for name in own if name not in others]:
+            found.append({"arm": arm, "other": other, "matrices": len(names), "examples": names[:_EXAMPLES]})
+    return found
 
 
 def sample_entries(entries: list[Any], size: int, seed: int) -> dict[str, float]:

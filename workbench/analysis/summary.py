@@ -103,12 +103,22 @@ class WorstBlockRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Alone:
+    """Matrices that one stored arm of a pair quantizes and the other does not; examples: the first of their names."""
+
+    arm: str
+    other: str
+    matrices: int
+    examples: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AnalysisSummary:
     """analysis.json. missing: arms that were not given ("" : none); what needs them is NaN.
 
     worst_blocks: of all matrices, by how much their error exceeds their matrix's mean. faults: what could not be
     analyzed, or is in doubt; fault_counts: by kind. measured, of: matrices, and what a sample chose from.
-    doubtful: by figure, matrices whose interval rests on few blocks.
+    doubtful: by figure, matrices whose interval rests on few blocks. alone: what one arm of a pair quantizes alone.
     """
 
     pairs: tuple[PairSummary, ...]
@@ -121,6 +131,7 @@ class AnalysisSummary:
     measured: int = 0
     of: int = 0
     doubtful: dict[str, int] = field(default_factory=dict)
+    alone: tuple[Alone, ...] = ()
 
 
 def summarize(tensors: pd.DataFrame | None, gemm: pd.DataFrame | None = None, *, seed: int = 0) -> AnalysisSummary:
@@ -149,7 +160,13 @@ def summarize(tensors: pd.DataFrame | None, gemm: pd.DataFrame | None = None, *,
         measured=measured,
         of=round(of),
         doubtful={} if tensors is None else _doubtful(tensors),
+        alone=() if tensors is None else _alone(tensors),
     )
+
+
+def _alone(tensors: pd.DataFrame) -> tuple[Alone, ...]:
+    found = tensors.attrs.get("alone", [])  # none in a table of before
+    return tuple(Alone(**{**of, "examples": tuple(of["examples"])}) for of in found)
 
 
 def _doubtful(tensors: pd.DataFrame) -> dict[str, int]:

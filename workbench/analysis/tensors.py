@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.errors import ConfigError
 from workbench.records import SCHEMA_VERSION, TensorRecord, write_bytes
 
-from .choice import Chosen, choose_matrices
+from .choice import Chosen, choose_matrices, quantized_alone
 from .compute import Compute, LocalCompute
 from .device import Device
 from .faults import Fault, raise_first
@@ -68,9 +68,9 @@ def analyze_weights(
     begun anew.
     compute: where matrices are measured (None: in this process); the result does not depend on it (`compute.py`).
     faults: a list that takes what could not be analyzed, while the rest goes on; None: the first one raises.
-    The frame's `attrs`: "inputs", all that it depends on; "faults"; "error_density", per pair's key, counts over
-    (e1/rms, e2/rms) pooled over matrices; "codes", per pair's key and projection, a row for each code of the second
-    format: elements, sum of e2 and of e2 squared, each over its matrix's rms.
+    The frame's `attrs`: "inputs", all that it depends on; "faults"; "alone", see `quantized_alone`; "error_density",
+    per pair's key, counts over (e1/rms, e2/rms) pooled over matrices; "codes", per pair's key and projection, a row for
+    each code of the second format: elements, sum of e2 and of e2 squared, each over its matrix's rms.
     Raises CheckpointError naming the tensor where an arm lacks it or its shape differs, ConfigError for two pairs of
     one key, and without a source for a pair without a first.
     """
@@ -108,6 +108,7 @@ def analyze_weights(
             faults += found
         frame.attrs["inputs"] = key | {"select": select, "sample": sample}
         frame.attrs["faults"] = [dataclasses.asdict(fault) for fault in found]
+        frame.attrs["alone"] = [found for pair in pairs for found in quantized_alone(pair, checkpoints)]
         frame.attrs["error_density"] = {pair.key: pool_density(log, chosen.names, pair.key) for pair in pairs}
         frame.attrs["codes"] = {pair.key: pool_codes(log, chosen.names, pair.key, original) for pair in pairs}
     return frame
