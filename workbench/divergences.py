@@ -80,7 +80,8 @@ class Divergences:
         missing = [arm for arm in self.settings.arms if arm not in given and self._scores(arm).exists()]
         if given:
             for arm in missing:
-                self.say.note(f"{arm}: no KL divergence: kld/{arm}.jsonl is missing (delete eval/{arm} to ask it again)")
+                gone = f"kld/{arm}.jsonl is missing (delete eval/{arm} to ask it again)"
+                self.say.note(f"{arm}: no KL divergence: {gone}")
         baseline = self.settings.baseline
         return [arm for arm in self.settings.arms if arm in given and arm != baseline and baseline in given]
 
