@@ -210,7 +210,7 @@ def test_what_is_no_run_folder_is_named_by_the_gate(tmp_path: Path, capsys: pyte
 
 def test_an_arm_that_the_run_does_not_have_is_refused_by_the_judge(tmp_path: Path) -> None:
     policy = {"name": "mine", "margin_pp": 1.0}
-    (tmp_path / "config.yaml").write_text("arms: {source: {}, nvfp4: {}}")
+    (tmp_path / "config.yaml").write_text("name: small\narms: {source: {}, nvfp4: {}}\n")
     with pytest.raises(ConfigError, match="has no arm 'nope'") as refused:
         experiment.judge(tmp_path, {**policy, "gated": ["nvfp4"], "reported": ["nope"]})
     assert refused.value.fix == "arms: source, nvfp4"
@@ -311,7 +311,7 @@ def test_a_policy_that_is_no_ordinary_file_is_named(
 def test_a_value_that_cannot_be_is_named_and_nothing_is_touched(
     arguments: list[str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.yaml").write_text("arms: {source: {}}")
+    (tmp_path / "config.yaml").write_text("name: small\narms: {source: {}}\n")
     (tmp_path / "file").write_text("")
     before = (model_path() / "config.json").read_bytes()
     assert cli.main([a.format(model=model_path(), folder=tmp_path) for a in arguments]) == 3

@@ -70,8 +70,11 @@ def test_several_pairs_are_rows_of_one_table(trio: Trio) -> None:
     alone = frame[frame["first_arm"] == ""]
     assert alone["sqnr_first_db"].isna().all()
     assert alone["first_global_scale"].isna().all()
-    assert alone["sqnr_direct_db"].isna().all()  # the rule of a stored second is not known, so nothing is made directly
-    assert set(alone["missing"]) == {"first,direct"}
+    pd.testing.assert_series_equal(alone["sqnr_direct_db"], alone["sqnr_total_db"], check_names=False)
+    assert set(alone["missing"]) == {"first"}
+    other = analyze_weights(source=trio.source, pairs=[ArmPair(first=None, second_arm="nvfp4", second=trio.nvfp4)])
+    assert other["sqnr_direct_db"].isna().all()  # MXFP4 of the source says nothing of a stored NVFP4
+    assert set(other["missing"]) == {"first,direct"}
     ceil = frame[frame["second_rule"] == "ceil"]  # its direct arm is the stored even-rule checkpoint
     pd.testing.assert_series_equal(
         ceil["sqnr_direct_db"].reset_index(drop=True), alone["sqnr_total_db"].reset_index(drop=True), check_names=False

@@ -45,7 +45,7 @@ class ArmPair:
     second: folder of a stored second checkpoint; None: quantize the first's decoded values to `second_format` under
     `second_rule`, as the requant backend does. For a stored one the rule is a label ("": not known).
     direct: folder of a stored direct checkpoint; None: quantize the source to `second_format` under `second_rule`.
-    Beside a stored second there is none then: neither format nor rule need be its own.
+    Beside a stored second only where that is in `second_format` too; else there is none.
     *_arm: names in the table.
     """
 
@@ -192,7 +192,8 @@ def _sides(
     base = a if a is not None else w
     if b is None and base is not None:
         b = RoundedSide(base, pair.second_format, pair.second_rule or None, name)
-    if d is None and w is not None and pair.second is None:
+    comparable = pair.second is None or _format_of(stored.get("second")) == pair.second_format
+    if d is None and w is not None and comparable:
         d = RoundedSide(w, pair.second_format, pair.second_rule or None, name)
     return Sides(source=w, first=a, second=b, direct=d)
 
