@@ -80,7 +80,7 @@ def test_every_statistic_equals_an_independent_recomputation(mini: Path, frame) 
     assert words == {
         "name", "layer", "expert", "projection", "shared_expert", "rows", "columns", "source_arm", "first_arm",
         "second_arm", "source_format", "first_format", "second_format", "second_rule", "worst_block_row",
-        "worst_block_column", "missing", "interval_doubtful",
+        "worst_block_column", "missing", "interval_doubtful", "direct_arm",
     }  # fmt: skip
     for word, want_ in {
         "source_arm": "source", "first_arm": "nvfp4", "second_arm": "requant", "source_format": "bf16",

@@ -60,6 +60,7 @@ def test_five_files_and_nothing_else(trio: Trio, tmp_path: Path) -> None:
     assert labels == [("weights", len(MODULES)), ("matrix products", len(MODULES))]
     tensors, gemm = pd.read_parquet(tmp_path / "tensors.parquet"), pd.read_parquet(tmp_path / "gemm.parquet")
     assert set(tensors["second_rule"]) == {"even"}  # the format's default, by name
+    assert set(tensors["direct_arm"]) == {"mxfp4_direct"}
     assert set(gemm["arm"]) == {"nvfp4", "nvfp4_to_mxfp4", "mxfp4_direct"}
     formats = dict(zip(gemm["arm"], gemm["activation_format"], strict=True))
     assert formats == {"nvfp4": "nvfp4", "nvfp4_to_mxfp4": "mxfp4", "mxfp4_direct": ""}
@@ -84,6 +85,7 @@ def test_two_stored_arms_are_a_pair_too(trio: Trio, tmp_path: Path) -> None:
     summary = run(trio, tmp_path, Pair("nvfp4", "mxfp4_direct"))
     frame = pd.read_parquet(tmp_path / "tensors.parquet")
     assert set(frame["second_rule"]) == {""}
+    assert set(frame["direct_arm"]) == {""}  # made here, not an arm
     np.testing.assert_allclose(frame["sqnr_total_db"], frame["sqnr_direct_db"])  # the stored one is the direct one
     assert summary.pairs[0].second_arm == "mxfp4_direct"
 

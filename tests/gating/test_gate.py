@@ -433,3 +433,27 @@ def test_what_was_not_measured_of_a_gated_arm_is_said() -> None:
     assert weights([_row("a", 20.0, 20.0)])[:2] == ("pass", [])
     (lint,) = [check for check in gate(policy, comparison=answers, lint={}).checks if check.name == "lint"]
     assert (lint.status, lint.arm) == ("reported", "nvfp4")
+
+
+def test_a_direct_arm_is_judged_by_its_own_weights() -> None:
+    policy = {**POLICY, "gated": ["direct"], "reported": [], "weights": {"min_sqnr_db": 15.0, "min_correlation": 0.99}}
+    answers = _comparison(_task("direct", 2, 1))
+    row = {**_row("a", 20.0, 16.0), "direct_arm": "direct", "second_format": "mxfp4", "power_source": 1.0}
+
+    def judged(sqnr_db: float) -> Any:
+        error = 10 ** (-sqnr_db / 10)
+        figures = {"sqnr_direct_db": sqnr_db, "power_direct": error, "gain_direct": 1 - error}
+        return gate(policy, comparison=answers, tensors=[row | figures], lint={})
+
+    sound = judged(18.9)
+    assert sound.status == "pass"
+    assert {check.name for check in sound.checks if check.name.startswith("weights")} == {
+        "weights sqnr",
+        "weights correlation",
+    }
+    (check,) = _only(judged(9.0), "fail")[:1]
+    assert (check.arm, check.name) == ("direct", "weights sqnr")
+    (tensors,) = [layer for layer in judged(9.0).attributions[0].layers if layer.layer == "tensors"]
+    assert tensors.status == "caught"
+    without = gate(policy, comparison=answers, tensors=[{**row, "direct_arm": ""}], lint={})
+    assert [check.status for check in without.checks if check.name == "weights"] == ["inconclusive"]

@@ -56,6 +56,7 @@ class ArmPair:
     second_format: str = "mxfp4"
     second_rule: str = "even"
     direct: str | Path | None = None
+    direct_arm: str = ""
 
     @property
     def key(self) -> str:
@@ -164,6 +165,7 @@ class MatrixPass:
             first_format=_format_of(first),
             second_format=pair.second_format if pair.second is None else _format_of(stored.get("second")),
             second_rule=pair.second_rule,
+            direct_arm=pair.direct_arm if stored.get("direct") is not None else "",
             first_global_scale=scale,
             scale_phase=math.log2(scale) % 1.0 if scale > 0 else math.nan,
             missing=",".join(arm for arm in ("source", "first", "direct") if getattr(sides, arm) is None),

@@ -238,10 +238,11 @@ def _arm_pair(pair: Pair, arms: Mapping[str, Arm]) -> ArmPair:
             f"analysis.pairs: {pair.second!r} converts {second_path}, which is not the checkpoint of {pair.first!r}",
             fix="give both arms the same checkpoint, or name another pair",
         )
-    direct = None
+    direct, named = None, ""
     if pair.direct:
         direct_path, direct_target, _ = _arm(arms, pair.direct)
-        direct = None if direct_target is not None else direct_path
+        if direct_target is None:
+            direct, named = direct_path, pair.direct
     if target is None:
         return ArmPair(
             first=first_path,
@@ -250,6 +251,7 @@ def _arm_pair(pair: Pair, arms: Mapping[str, Arm]) -> ArmPair:
             second=second_path,
             second_rule="",
             direct=direct,
+            direct_arm=named,
         )
     return ArmPair(
         first=first_path,
@@ -258,6 +260,7 @@ def _arm_pair(pair: Pair, arms: Mapping[str, Arm]) -> ArmPair:
         second_format=target.name,
         second_rule=get_format(target.name).rule(target.rule).value,
         direct=direct,
+        direct_arm=named,
     )
 
 

@@ -170,16 +170,19 @@ def _tensors(rules: Policy, arm: str, evidence: Evidence) -> Iterator[LayerFindi
     bad: dict[str, float] = {}
     limits = []
     for row in evidence.rows:
-        of_arm = {row.get("first_arm"): "sqnr_first_db", row.get("second_arm"): "sqnr_total_db"}
+        first, second = (str(row.get(key) or "") for key in ("first_format", "second_format"))
+        of_arm = {
+            row.get("direct_arm"): ("sqnr_direct_db", second, ""),
+            row.get("first_arm"): ("sqnr_first_db", first, ""),
+            row.get("second_arm"): ("sqnr_total_db", first, second),
+        }
         if arm not in of_arm or arm == row.get("source_arm"):
             continue
-        twice = arm == row.get("second_arm")
-        least = allowed_sqnr_db(
-            str(row.get("first_format") or ""), str(row.get("second_format") or "") if twice else ""
-        )
+        figure, *formats = of_arm[arm]
+        least = allowed_sqnr_db(*formats)
         if math.isnan(least):
             least = rules.min_sqnr_db if rules.min_sqnr_db is not None else -math.inf
-        found = row.get(of_arm[arm])
+        found = row.get(figure)
         value = math.nan if found is None else float(found)
         values[row["name"]] = value
         limits.append(least)

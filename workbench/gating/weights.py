@@ -30,9 +30,16 @@ def check_weights(rules: Policy, rows: list[Row] | None) -> list[GateCheck]:
         return []
     checks = []
     sqnr = _by_arm(
-        rows, {"first_arm": lambda row: row["sqnr_first_db"], "second_arm": lambda row: row["sqnr_total_db"]}
+        rows,
+        {
+            "first_arm": lambda row: row["sqnr_first_db"],
+            "second_arm": lambda row: row["sqnr_total_db"],
+            "direct_arm": lambda row: row.get("sqnr_direct_db"),
+        },
     )
-    correlation = _by_arm(rows, {"first_arm": _correlation_first, "second_arm": _correlation_second})
+    correlation = _by_arm(
+        rows, {"first_arm": _correlation_first, "second_arm": _correlation_second, "direct_arm": _correlation_direct}
+    )
     errors = _by_arm(rows, {"second_arm": lambda row: row.get("corr_e1_e2")}, worst=_largest_magnitude)
     measured = sorted({*sqnr, *correlation, *errors})
     for arm in (*rules.gated, *rules.reported):
@@ -140,8 +147,16 @@ def _correlation_first(row: Row) -> float | None:
 
 
 def _correlation_second(row: Row) -> float | None:
+    return _correlation_by_gain(row, "total")
+
+
+def _correlation_direct(row: Row) -> float | None:
+    return _correlation_by_gain(row, "direct")
+
+
+def _correlation_by_gain(row: Row, side: str) -> float | None:
     """<w, b> / (|w| |b|) from gain = <w, b> / <w, w> and the power of b - w."""
-    w, e, gain = row.get("power_source"), row.get("power_total"), row.get("gain_total")
+    w, e, gain = row.get("power_source"), row.get(f"power_{side}"), row.get(f"gain_{side}")
     if w is None or e is None or gain is None or not w > 0.0:
         return None
     return _ratio(gain * w, w * (w * (2.0 * gain - 1.0) + e))

@@ -65,6 +65,7 @@ class TensorRecord:
     name: the source checkpoint's tensor name, with `.weight`. layer, expert: indices, -1 where none.
     projection: last module name (gate_proj, up_proj, down_proj, q_proj, ...; shared experts have shared=True).
     source_arm, first_arm, second_arm: arm names ("" where the arm does not exist). second_rule: its scale rule.
+    direct_arm: of the stored checkpoint that d is ("": d was made here, or is missing).
     first_global_scale: float32 decode multiplier really used (NaN where the first format has none); scale_phase: the
     fraction of its log2, in [0, 1). missing: arms that were not there, with commas; what needs them is NaN.
     sample_weight: how many matrices of its stratum this one stands for (1: all were measured).
@@ -100,6 +101,7 @@ class TensorRecord:
     first_format: str
     second_format: str
     second_rule: str
+    direct_arm: str = ""
     first_global_scale: float
     power_source: float
     power_first: float = math.nan
