@@ -3,12 +3,14 @@
     python -m tests.reporting.refresh_samples reports/kimi_requant/2026-10-01_120000
 
 The run is copied first; paths of the machine that made it are cut down to what lies below the repository or beside the
-run, and its kernel's build to the system's name. Nothing else of its records changes. Refuses to write anything that
-still names such a path or this host.
+run, and its kernel's build to the system's name. Nothing else of its records changes but the digests by which the verdict
+knows them. Refuses a run whose verdict is out of date, and to write anything that still names such a path or this host.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import io
 import re
 import shutil
@@ -17,12 +19,29 @@ import sys
 import tempfile
 from pathlib import Path
 
+from workbench.records import Comparison, Verdict, read_json, write_json
+from workbench.records.judged import changed_since
 from workbench.reporting import build_report
 
 ROOT = Path(__file__).parent.parent.parent
 SAMPLES = ROOT / "reports" / "samples"
 LOCAL = re.compile(r"(?<![\w.:/<])/(?:tmp|work|root|home|Users|mnt|data|opt|scratch)/[^\s\"'<>|]*")
 WIDTH, HEIGHT = 1280, 1500
+
+
+def _know_again(run: Path, copy: Path) -> None:
+    """Put the digests of the copy's files in place of the run's. Raises ValueError for a verdict that is out of date."""
+    verdict = read_json(Verdict, run / "verdict.json")
+    if changed := changed_since(run, verdict):
+        raise ValueError(f"the run's verdict is out of date: {', '.join(changed[:3])} changed since")
+
+    def again(names: dict[str, str]) -> dict[str, str]:
+        return {name: hashlib.sha256((copy / name).read_bytes()).hexdigest() for name in names}
+
+    file = copy / "comparison.json"
+    comparison = read_json(Comparison, file)
+    write_json(file, dataclasses.replace(comparison, sources=again(comparison.sources)))
+    write_json(copy / "verdict.json", dataclasses.replace(verdict, judged=again(verdict.judged)))
 
 
 def refresh(run: Path, out: Path = SAMPLES) -> None:
@@ -39,6 +58,7 @@ def refresh(run: Path, out: Path = SAMPLES) -> None:
                     text = text.replace(f"{folder}/", "")
                 text = re.sub(r"\bLinux-[\w.-]+?-(x86_64|aarch64)\b", r"Linux-\1", text)
                 path.write_text(text, encoding="utf-8")
+        _know_again(run, copy)
         page = build_report(copy, strict=True)
         made = {name: (copy / name).read_text(encoding="utf-8") for name in ("report.html", "summary.md")}
         for name, text in made.items():
