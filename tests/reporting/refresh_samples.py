@@ -3,8 +3,9 @@
     python -m tests.reporting.refresh_samples reports/kimi_requant/2026-10-01_120000
 
 The run is copied first; paths of the machine that made it are cut down to what lies below the repository or beside the
-run, and its kernel's build to the system's name. Nothing else of its records changes but the digests by which the verdict
-knows them. Refuses a run whose verdict is out of date, and to write anything that still names such a path or this host.
+run, and its kernel's build to the system's name. Nothing else of its records changes but the digests by which the
+verdict knows them. Refuses a run whose verdict is out of date, and to write anything that still names such a path or
+this host.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ WIDTH, HEIGHT = 1280, 1500
 
 
 def _know_again(run: Path, copy: Path) -> None:
-    """Put the digests of the copy's files in place of the run's. Raises ValueError for a verdict that is out of date."""
+    """Put the digests of the copy's files in place of the run's. Raises ValueError where the verdict is out of date."""
     verdict = read_json(Verdict, run / "verdict.json")
     if changed := changed_since(run, verdict):
         raise ValueError(f"the run's verdict is out of date: {', '.join(changed[:3])} changed since")
