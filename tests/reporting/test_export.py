@@ -17,7 +17,8 @@ import pytest
 from PIL import Image
 
 from workbench.errors import ConfigError, OutputError
-from workbench.records import write_json
+from workbench.records import Comparison, Verdict, read_json, write_json
+from workbench.records.judged import evidence_digests
 from workbench.reporting.export import render, write_figures
 from workbench.reporting.export_answers import draw_answers
 from workbench.reporting.export_style import COLORS, STYLE
@@ -34,10 +35,12 @@ NAMES = {
 
 @pytest.fixture(scope="module")
 def run(sample_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sample run with a serving cost."""
+    """The sample run with a serving cost, judged as it lies there."""
     folder = tmp_path_factory.mktemp("export") / "run"
     shutil.copytree(sample_run, folder)
     write_json(folder / "serving_cost.json", cost())
+    verdict, comparison = (read_json(kind, folder / f"{kind.__name__.lower()}.json") for kind in (Verdict, Comparison))
+    write_json(folder / "verdict.json", dataclasses.replace(verdict, judged=evidence_digests(folder, comparison)))
     return folder
 
 
