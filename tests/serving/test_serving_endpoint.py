@@ -221,7 +221,7 @@ def test_serve_ends_in_the_error_of_a_wrong_port(tmp_path, capsys):
     from workbench.cli import main
 
     assert main(["serve", str(tmp_path), "--port", "70000"]) == 3
-    assert "engine.port=70000" in capsys.readouterr().err
+    assert "--port 70000" in capsys.readouterr().err
 
 
 def test_an_external_endpoint_is_probed_and_left_running(spec, tmp_path):
