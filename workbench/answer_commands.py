@@ -272,12 +272,9 @@ def gate(arguments: argparse.Namespace) -> int:
 
 def _arms_judged_by(files: RunFiles) -> dict[str, list[str]]:
     """gated and reported arms of the experiment that made the run, from its config.yaml; none where it names none."""
-    import yaml  # type: ignore[import-untyped]
-
     from workbench.comparison import one_line
 
-    settings = yaml.safe_load(files.config) if files.config else None
-    gate = settings.get("gate") if isinstance(settings, dict) else None
+    gate = files.settings.get("gate")
     named = {key: gate.get(key) for key in ("gated", "reported")} if isinstance(gate, dict) else {}
     found = {key: arms for key, arms in named.items() if isinstance(arms, list) and arms}
     if "gated" not in found:
