@@ -67,13 +67,13 @@ def test_the_workbench_knows_the_command(command: str, capsys: pytest.CaptureFix
 @pytest.mark.parametrize("block", [b for b in ALL if any(" gate " in c for c in b.commands)], ids=lambda b: b.page.name)
 def test_an_arm_that_a_block_compares_or_gates_was_evaluated_and_analyzed_in_it(block: Block) -> None:
     parsed = [cli._parser().parse_args(shlex.split(c)[1:]) for c in block.commands if c.startswith("workbench ")]
-    evaluated = {a.arm for a in parsed if a.command is cli.answer_commands.evaluate}
-    analyzed = [{a.first_arm, a.second_arm} for a in parsed if a.command is cli.analysis_commands.analyze]
+    evaluated = {a.arm for a in parsed if a.command is cli.answers.evaluate}
+    analyzed = [{a.first_arm, a.second_arm} for a in parsed if a.command is cli.analysis.analyze]
     for arguments in parsed:
-        if evaluated and arguments.command is cli.answer_commands.gate:
+        if evaluated and arguments.command is cli.judging.gate:
             assert set(arguments.gated) <= evaluated
             assert all(set(arguments.gated) <= arms for arms in analyzed)
-        if evaluated and arguments.command is cli.answer_commands.compare and arguments.candidate is None:
+        if evaluated and arguments.command is cli.judging.compare and arguments.candidate is None:
             assert (arguments.baseline_arm or "source") in evaluated
 
 

@@ -14,7 +14,9 @@ import pytest
 from omegaconf import DictConfig
 from workbench.mini_models import model_path
 
-from workbench import cli, experiment, run
+from workbench import cli, experiment, run, settings
+from workbench.commands import analysis
+from workbench.commands.arguments import Parser
 from workbench.errors import CheckpointError, ConfigError
 
 FULL_OUTPUT = "error: the output could not be written: its disk is full\n  fix: free space\n"
@@ -130,6 +132,30 @@ def test_a_signal_exits_3(number: signal.Signals, tmp_path: Path) -> None:
 def test_the_command_line_exits_3_on_bad_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(arguments) == 3
     assert "error:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", settings.COMPUTE)
+def test_compute_takes_what_the_settings_know(kind: str) -> None:
+    words = ["analyze", "a", "b", "--out", "c"]
+    assert cli._parser().parse_args([*words, "--compute", kind]).compute == kind
+
+
+def test_the_choices_of_compute_are_those_of_the_settings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(settings, "COMPUTE", ("here", "there"))
+    assert cli.main(["analyze", "a", "b", "--out", "c", "--compute", "ray"]) == 3
+    assert "choose from 'here', 'there'" in capsys.readouterr().err
+
+
+def test_a_command_that_is_not_asked_for_adds_no_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that choices whose import takes time cost the other commands nothing."""
+
+    def fail(parser: Parser) -> None:
+        raise AssertionError("it was not asked for")
+
+    monkeypatch.setattr(analysis, "_analyze_options", fail)
+    assert cli.main(["--help"]) == cli.main(["lint", "--help"]) == 0
 
 
 def test_the_command_line_names_a_missing_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -106,7 +106,7 @@ def test_the_command_on_the_card_measures_the_input_scales_as_the_first_one_did(
     for name in ("own.txt", "own.st"):
         Path(name).write_text("a prompt")
     read = []
-    monkeypatch.setattr("workbench.commands._capture", lambda arguments: ("captured", arguments.prompts))
+    monkeypatch.setattr("workbench.commands.checkpoints.capture", lambda arguments: ("captured", arguments.prompts))
     monkeypatch.setattr(
         "workbench.formats.activations.read_activations",
         lambda file: read.append(file) or SimpleNamespace(input_amax=lambda: input_amax),

@@ -1,4 +1,4 @@
-"""What `workbench bench kernels` and `workbench bench serve` do with their parsed arguments; returns the exit code."""
+"""`workbench bench kernels` and `workbench bench serve`: the kernels measured, and what serving costs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,18 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from workbench.commands.arguments import (
+    MOST,
+    MOST_TOKENS,
+    Commands,
+    Parser,
+    add_command,
+    to_pair,
+    to_path,
+    to_text,
+    whole,
+)
+from workbench.commands.paths import check_file, check_folder
 from workbench.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,9 +30,45 @@ _DIALECTS = {"mxfp4": "quark", "nvfp4": "modelopt"}  # what is written for the e
 _ARM_KEYS = ("backend", "format", "rule", "activations", "url")
 
 
-def kernels(arguments: argparse.Namespace) -> int:
-    from workbench.commands import check_file
+def add_commands(commands: Commands) -> None:
+    add_command(commands, "bench", lambda _: 0, _bench_options, "measure the kernels, or what serving costs")
 
+
+def _bench_options(parser: Parser) -> None:
+    what = parser.add_subparsers(required=True, metavar="WHAT")
+    add_command(
+        what,
+        "kernels",
+        kernels,
+        _kernels_options,
+        "the kernels against the reference, the producers' own code and a copy",
+        "Measure the kernels against the reference, the producers' own code, vLLM's, and a copy.",
+    )
+    add_command(
+        what,
+        "serve",
+        serve,
+        _serve_options,
+        "load time, memory and latency of one or several arms, and their ratios",
+        "Measure load time, memory and latency of arms on vLLM, through its own benchmark client.",
+    )
+
+
+def _kernels_options(parser: Parser) -> None:
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--rows", type=int, help="cpu: default 2048")
+    parser.add_argument("--columns", type=int, help="cpu: default 7168")
+    parser.add_argument("--threads", type=int, help="cpu: default torch's own number")
+    parser.add_argument("--repeats", type=int, help="cpu: default 5")
+    parser.add_argument(
+        "--only", action="append", choices=["streams", "linear", "experts"], help="cuda: this table; may be repeated"
+    )
+    parser.add_argument("--quick", action="store_true", help="cuda: fewer sizes")
+    parser.add_argument("--json", type=to_path, metavar="FILE", help="also write every number as JSON")
+    parser.add_argument("--markdown", type=to_path, metavar="FILE", help="cuda: also write the tables as Markdown")
+
+
+def kernels(arguments: argparse.Namespace) -> int:
     if arguments.json:
         check_file("--json", arguments.json)
     return _bench_cuda(arguments) if arguments.device == "cuda" else _bench_cpu(arguments)
@@ -55,7 +103,6 @@ def _bench_cuda(arguments: argparse.Namespace) -> int:
     from workbench import records
     from workbench.bench.cuda import SECTIONS, bench_cuda
     from workbench.bench.cuda_table import CudaBench, as_json, markdown
-    from workbench.commands import check_file
 
     if any(value is not None for value in (arguments.rows, arguments.columns, arguments.threads, arguments.repeats)):
         raise ConfigError(
@@ -77,11 +124,45 @@ def _bench_cuda(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _serve_options(parser: Parser) -> None:
+    parser.add_argument(
+        "--arm",
+        action="append",
+        type=to_pair,
+        default=[],
+        metavar="NAME=CHECKPOINT[,backend=…,format=…,rule=…,activations=…,url=…]",
+        help="the first is the baseline, unless --requant is given",
+    )
+    parser.add_argument(
+        "--requant", type=to_text, metavar="CHECKPOINT", help="its requantization at load against the same file to file"
+    )
+    parser.add_argument("--format", default="mxfp4", choices=["mxfp4", "nvfp4"], help="of --requant")
+    parser.add_argument("--rule", help="scale rule of --requant")
+    parser.add_argument(
+        "--exclude", action="append", type=to_text, default=[], metavar="GLOB", help="of --requant: stays as it is"
+    )
+    parser.add_argument("--preset", default="small", choices=["small", "published", "requant"])
+    parser.add_argument("--input", type=whole(1, MOST_TOKENS), metavar="TOKENS", help="a load of one's own, all four:")
+    parser.add_argument("--output", type=whole(1, MOST_TOKENS), metavar="TOKENS")
+    parser.add_argument("--concurrency", type=whole(1, MOST))
+    parser.add_argument("--prompts", type=whole(1, MOST))
+    parser.add_argument("--repeat", type=whole(1, MOST), default=10, help="after one warm-up, which is dropped")
+    parser.add_argument("--margin", type=float, default=0.01, help="of equivalence, as a proportion")
+    parser.add_argument("--one-at-a-time", action="store_true", help="where memory holds one server: start each anew")
+    parser.add_argument("--tokenizer", type=to_path, help="default: the first arm's checkpoint")
+    parser.add_argument("--compiled", action="store_true", help="torch.compile and CUDA graphs")
+    parser.add_argument("--max-model-len", type=whole(0, MOST_TOKENS), default=0, help="0: what the load needs")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--tensor-parallel-size", type=whole(1, MOST), default=1)
+    parser.add_argument("--engine-arg", action="append", type=to_pair, default=[], metavar="KEY=VALUE")
+    parser.add_argument("--engine-env", action="append", type=to_pair, default=[], metavar="KEY=VALUE")
+    parser.add_argument("--out", type=to_path, required=True, metavar="FOLDER", help="serving_cost.json; a run's, too")
+
+
 def serve(arguments: argparse.Namespace) -> int:
     from workbench.bench.serve import PRESETS, bench_serve
     from workbench.bench.serve_table import table
     from workbench.checkpoints.open import resolve_path
-    from workbench.commands import check_folder
     from workbench.interrupt import terminable
     from workbench.records import write_json
 

@@ -1,7 +1,4 @@
-"""The commands about answers: evaluate, logprobs, kld, compare, gate; each returns the exit code.
-
-code = answer_commands.compare(arguments)
-"""
+"""`workbench compare` and `workbench gate`: arms against their baseline, judged by a policy."""
 
 from __future__ import annotations
 
@@ -10,120 +7,34 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workbench.commands import check_file, check_folder, read_text, tasks_named
+from workbench.commands.arguments import Commands, Parser, add_command, to_path, to_text
+from workbench.commands.paths import check_file
 from workbench.errors import ConfigError
 
 if TYPE_CHECKING:
-    from workbench.records import Bounded, Comparison, Evaluation, Verdict
+    from workbench.records import Comparison, Evaluation, Verdict
     from workbench.reporting.load import RunFiles
 
 
-def evaluate(arguments: argparse.Namespace) -> int:
-    from workbench import records
-    from workbench.evaluation.run import check_unfinished, evaluate
-    from workbench.progress import Progress
-    from workbench.settings import check_arm_name
+def add_commands(commands: Commands) -> None:
+    help = "two evaluated folders, anyone's, by a policy; or the arms of one run"
+    add_command(commands, "compare", compare, _compare_options, help)
+    add_command(commands, "gate", gate, _gate_options, "judge a run folder by a policy; exits 0, 1 or 2")
 
-    check_arm_name("--arm", arguments.arm)
-    say = Progress()
-    out = arguments.out / "eval" / arguments.arm
-    check_folder("--out", out)
-    if not arguments.replace:
-        check_unfinished(out)
-    result = evaluate(
-        arm=arguments.arm,
-        base_url=arguments.url,
-        model=arguments.model,
-        tokenizer=arguments.tokenizer,
-        tasks=tasks_named(arguments.task, limit=arguments.limit, num_fewshot=arguments.num_fewshot),
-        out_dir=out,
-        concurrency=arguments.concurrency,
-        request_order="forward",
-        max_length=arguments.max_length,
-        seed=0,
-        fingerprint=arguments.fingerprint,
-        api=arguments.api,
-        chat_template=arguments.chat_template,
-        thinking=arguments.thinking or "",
-        thinking_budget=arguments.thinking_budget,
-        probe=arguments.probe,
-        baseline_dir=arguments.baseline_dir,
-        progress=say.counter("answers"),
-        failed=lambda count, message: say.note(f"{count} failed, also when sent again: {message}"),
+
+def _compare_options(parser: Parser) -> None:
+    parser.add_argument("baseline", type=to_path, metavar="A", help="a run, RUN/eval/ARM, or an lm-eval output folder")
+    parser.add_argument(
+        "candidate", type=to_path, metavar="B", nargs="?", help="the same; without it, A's arms are paired"
     )
-    records.write_json(out / "scores.json", result)
-    if result.transport is not None and result.transport.failed:
-        gone, asked = result.transport.failed, result.transport.requests
-        say.note(f"{gone} of {asked} requests were never answered: they count as wrong answers")
-    say.scores(result)
-    return 0
-
-
-def logprobs(arguments: argparse.Namespace) -> int:
-    """The endpoint's top-k log-probabilities of a text, for `kld`."""
-    from workbench.evaluation.kld import collect_logprobs, cut_windows
-    from workbench.progress import Progress
-
-    check_file("--out", arguments.out, arguments.text, arguments.tokenizer)
-    windows = cut_windows(
-        read_text(arguments.text), arguments.tokenizer, tokens=arguments.tokens, count=arguments.windows
+    parser.add_argument("--noise", type=to_path, metavar="FOLDER", help="A evaluated again: the noise floor")
+    parser.add_argument("--policy", type=to_text, default="default", help="a name of conf/gate, or a YAML file")
+    parser.add_argument("--json", type=to_path, metavar="FILE", help="also write figures and verdict as JSON")
+    parser.add_argument("--junit", type=to_path, metavar="FILE")
+    parser.add_argument(
+        "--baseline", dest="baseline_arm", type=to_text, metavar="ARM", help="of one run: default source"
     )
-    collect_logprobs(
-        base_url=arguments.url,
-        model=arguments.model,
-        windows=windows,
-        k=arguments.top_k,
-        path=arguments.out,
-        name=arguments.name,
-        fingerprint=arguments.fingerprint,
-        concurrency=arguments.concurrency,
-        progress=Progress().counter("windows"),
-    )
-    print(f"wrote {arguments.out}: {len(windows)} windows of {arguments.tokens} tokens, top {arguments.top_k}")
-    return 0
-
-
-def kld(arguments: argparse.Namespace) -> int:
-    """The divergence of two files of `logprobs`."""
-    from workbench import records
-    from workbench.evaluation._intervals import LEAST
-    from workbench.evaluation.kld import kl_divergence
-
-    if arguments.json:
-        check_file("--json", arguments.json, arguments.reference, arguments.arm)
-    for path in (arguments.reference, arguments.arm):
-        if not path.is_file():
-            raise ConfigError(f"there is no file {path}", fix="give two files that `workbench logprobs` wrote")
-    found = kl_divergence(arguments.reference, arguments.arm)
-    if arguments.json:
-        records.write_json(arguments.json, found)
-    print(
-        f"KL({found.reference} || {found.arm}), nats, {found.positions} tokens in {found.windows} windows, k {found.k}"
-    )
-    for name in ("mean", "median", "p99", "p999"):
-        print(f"  {name:6} {_bounded(getattr(found, name))}")
-    low, high = found.delta_p_mean_low_pp, found.delta_p_mean_high_pp
-    print(
-        f"  same first token {100 * found.same_top1:.2f} %"
-        f"{_interval(100 * found.same_top1_low, 100 * found.same_top1_high, '.2f')};"
-        f" the actual token's probability {found.delta_p_mean_pp:+.3f} pp{_interval(low, high, '+.3f')}"
-    )
-    if found.windows < LEAST:
-        print(f"  no intervals: they take {LEAST} windows, there are {found.windows}")
-    print(f"  outside the top {found.k}: {found.tail_mass_reference:.2g} and {found.tail_mass_arm:.2g} of the mass")
-    return 0
-
-
-def _bounded(value: Bounded) -> str:
-    return (
-        f"at least {value.lower:.4g}{_interval(value.lower_ci_low, value.lower_ci_high, '.4g')},"
-        f" at most {value.upper:.4g}{_interval(value.upper_ci_low, value.upper_ci_high, '.4g')}"
-    )
-
-
-def _interval(low: float, high: float, digits: str) -> str:
-    """An interval in brackets; nothing where there is none."""
-    return "" if low != low else f" ({low:{digits}} to {high:{digits}})"
+    parser.add_argument("--noise-arm", default="", metavar="ARM", help="of one run")
 
 
 def compare(arguments: argparse.Namespace) -> int:
@@ -216,6 +127,21 @@ def _compare_arms(arguments: argparse.Namespace) -> int:
     judged = [arm for arm in candidates if arm != arguments.noise_arm] or candidates
     evaluations = {arm: records.read_json(Evaluation, run / "eval" / arm / "scores.json") for arm in arms}
     return _judge(arguments, {**policy, "gated": judged, "reported": []}, comparison, evaluations)
+
+
+def _gate_options(parser: Parser) -> None:
+    parser.add_argument("run", type=to_path)
+    parser.add_argument("--policy", type=to_text, default="smoke", help="a name of conf/gate, or a YAML file")
+    parser.add_argument("--gated", action="append", type=to_text, default=[], metavar="ARM")
+    parser.add_argument("--reported", action="append", type=to_text, default=[], metavar="ARM")
+    parser.add_argument(
+        "--baseline", type=to_path, metavar="FILE", help="a committed baseline: judge against it as well"
+    )
+    parser.add_argument("--update-baseline", action="store_true", help="write --baseline FILE from this run")
+    parser.add_argument(
+        "--history", type=to_path, metavar="FILE", help="add the verdict to it (JSON lines); print the trend"
+    )
+    parser.add_argument("--json", type=to_path, metavar="FILE", help="also write the verdict there")
 
 
 def gate(arguments: argparse.Namespace) -> int:
