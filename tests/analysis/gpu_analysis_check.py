@@ -5,6 +5,7 @@
 
 Runs from a checkout. Single matrices of many formats, then mini-kimi (NVFP4 made here), then generated experts of
 2048 x 7168 (4 GB of bfloat16, 1 GB of NVFP4); both devices read what has just been written. Bands: `table_bands.py`.
+Then the experts once more from files that the page cache no longer holds, beside plain sequential reads of these files.
 At last `workbench sensitivity` of a few units: the model runs in float32 there and here, its sums in another order, so
 a divergence may differ by 1e-5 nats and a thousandth of itself. Exits 1 where anything differs by more.
 """
@@ -114,6 +115,49 @@ def compare(name: str, source: Path, first: Path, out: Path, device: str) -> tup
     return line, wrong
 
 
+def forget(files: list[Path]) -> None:
+    """Have the page cache drop the files, as far as the system does."""
+    for path in files:
+        with path.open("rb") as stream:
+            os.fsync(stream.fileno())
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_rate(files: list[Path]) -> float:
+    """Bytes a second of one thread that reads the files one after the other, 8 MiB a call."""
+    buffer, read, begin = memoryview(bytearray(8 << 20)), 0, time.perf_counter()
+    for path in files:
+        with path.open("rb", buffering=0) as stream:
+            while count := stream.readinto(buffer):
+                read += count
+    return read / (time.perf_counter() - begin)
+
+
+def from_disk(source: Path, first: Path, out: Path, device: str) -> str:
+    """Rates of the analysis and of plain reads, the page cache without the files and with them."""
+    files = [path for folder in (source, first) for path in sorted(folder.glob("*.safetensors"))]
+    stored, seconds = sum(path.stat().st_size for path in files), {}
+    rates: dict[str, list[float]] = {"cold": [], "warm": []}
+    command = ["analyze", "--source", source, "--first", first, "--second", "mxfp4", "--device", device, "--out"]
+    for cache in rates:
+        for _ in range(2):
+            if cache == "cold":
+                forget(files)
+            rates[cache].append(read_rate(files))
+        if cache == "cold":
+            forget(files)
+        with measuring_on(device, loops=False):
+            seconds[cache], _ = workbench(*command, out / f"disk-{cache}")
+    line = "; ".join(
+        f"{cache}: one thread reads {' and '.join(f'{rate / 1e9:.2f}' for rate in rates[cache])} GB/s, "
+        f"{device} analyses {stored / seconds[cache] / 1e9:.2f} GB/s "
+        f"({stored / seconds[cache] / max(rates[cache]):.2f})"
+        for cache in rates
+    )
+    print(line, flush=True)
+    return line
+
+
 def compare_sensitivity(source: Path, out: Path, device: str) -> tuple[str, list[str]]:
     from workbench.analysis.tensors import read_frame
 
@@ -160,6 +204,7 @@ def main() -> int:
         source, first, _ = generate(folder / "large", int(size), *shape)
         pairs["experts"] = (source, first)
         found = [warm, *(compare(name, *pair, folder, arguments.device) for name, pair in pairs.items())]
+        found.append((from_disk(source, first, folder, arguments.device), []))
         found.append(compare_sensitivity(mini, folder, arguments.device))
         lines = [line for line, _ in found]
         wrong += [line for _, of in found for line in of]

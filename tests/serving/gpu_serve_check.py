@@ -119,12 +119,14 @@ def main() -> int:
     parser.add_argument("--reference", default=str(REFERENCE), help="what --dump wrote on a CPU")
     parser.add_argument("--dump", help="write them here (phases mini and exact, no timing)")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--large", help="the large checkpoint: made in this folder and kept, or taken from it")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs, no torch.compile")
     parser.add_argument("--compilation", default="{}", help="JSON for compilation_config, beside the batch sizes")
     parser.add_argument("--limit", type=float, default=240, help="seconds an engine may take")
     parser.add_argument("--out", default=os.environ.get("OUT") or "serve-check")
     options = parser.parse_args()
     options.dump = options.dump and str(Path(options.dump).resolve())
+    options.large = options.large and str(Path(options.large).resolve())
     phases = [p for p in PHASES if p in options.only.split(",")]
     with tempfile.TemporaryDirectory(prefix="serve-check-") as temporary:
         check = Check(options, Path(temporary))
@@ -178,12 +180,14 @@ def run_mini(check: Check, phases: list[str], arms: dict[str, Any]) -> None:
 
 def run_large(check: Check, phases: list[str], arms: dict[str, Any]) -> None:
     size = engine.TINY if check.options.tiny else engine.LARGE
-    folder = check.folder / "large"
-    made = check.child("large_made", engine.make_large, folder, size, check.options.device)
-    if "error" in made:
-        say(f"the large model could not be made: {made['error']}")
-        return
-    say(f"large: {made['parameters'] / 1e9:.2f} B parameters, {made['bytes'] / 1e9:.2f} GB, {made['seconds']:.0f} s")
+    folder = Path(check.options.large or check.folder / "large")
+    if not (folder / "config.json").exists():
+        made = check.child("large_made", engine.make_large, folder, size, check.options.device)
+        if "error" in made:
+            say(f"the large model could not be made: {made['error']}")
+            return
+        parameters, stored = made["parameters"] / 1e9, made["bytes"] / 1e9
+        say(f"large: {parameters:.2f} B parameters, {stored:.2f} GB, {made['seconds']:.0f} s")
     options = {"batches": [1, 2] if check.options.tiny else [1, 32]}
     if not check.options.tiny:
         options["kv_bytes"] = 4096 * MIB
@@ -229,7 +233,10 @@ def _as_dict(work: Callable[[], Any]) -> dict[str, Any]:
 def _line(found: dict[str, Any]) -> str:
     if "error" in found:
         return f"FAILED {found['error']}"
-    parts = [f"{key.removeprefix('tok_s_')}: {found[key]:.1f} tok/s" for key in found if key.startswith("tok_s_")]
+    parts = [
+        f"{batch}: {found[f'tok_s_{batch}']:.1f} tok/s ({min(each):.0f} to {max(each):.0f})"
+        for batch, each in ((k.removeprefix("tok_s_each_"), v) for k, v in found.items() if k.startswith("tok_s_each_"))
+    ]
     parts.append(f"start {found['start_s']:.1f} s")
     audit = found.get("audit")
     if audit is None:
@@ -284,7 +291,7 @@ def _ratios(check: Check, phase: str) -> None:
     base = check.found.get(f"{phase} bf16", {})
     for name in (*ARMS, "stock"):
         found = check.found.get(f"{phase} {name}", {})
-        keys = [k for k in found if k.startswith("tok_s_") and k in base]
+        keys = [k for k in found if k.startswith("tok_s_") and isinstance(found[k], float) and k in base]
         if name != "bf16" and keys:
             ratios = ", ".join(f"batch {k.removeprefix('tok_s_')}: {found[k] / base[k]:.2f}" for k in keys)
             say(f"    {phase} {name} / bf16: {ratios} (goal 0.8)")
