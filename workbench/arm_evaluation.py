@@ -94,7 +94,16 @@ class ArmEvaluation:
             if card is not None:
                 self.say.note(f"{name}: {card.verdict}")
             fingerprint = _identity(endpoint.record())
-            result: Evaluation = evaluate(
+
+            def keep(result: Evaluation) -> None:
+                """The scores come last: an arm that has them is not started again."""
+                self.divergences.collect(name, endpoint, fingerprint)
+                records.write_json(self.folder.path / "server" / f"{name}.json", endpoint.record())
+                if card is not None:
+                    records.write_json(self._card_file(name), card)
+                records.write_json(out / "scores.json", result)
+
+            result = evaluate(
                 arm=name,
                 base_url=endpoint.base_url,
                 model=endpoint.model,
@@ -113,12 +122,8 @@ class ArmEvaluation:
                 baseline_dir=baseline if name != self.settings.baseline and baseline.is_dir() else None,
                 watch=endpoint.check,
                 progress=self.say.counter(f"{name}: answers"),
+                keep=keep,
             )
-            self.divergences.collect(name, endpoint, fingerprint)
-            records.write_json(self.folder.path / "server" / f"{name}.json", endpoint.record())
-            if card is not None:
-                records.write_json(self._card_file(name), card)
-        records.write_json(out / "scores.json", result)
         self.say.scores(result)
 
     def _note_failure(self, name: str, error: EngineError) -> None:

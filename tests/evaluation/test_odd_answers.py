@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from canned import GSM8K_N, canned_answer, specs
 from fake_server import fake_server
+from workbench.mini_models import model_path
 
 from workbench import cli
 from workbench.errors import ConfigError, EvaluationError, OutputError
@@ -17,7 +18,7 @@ from workbench.evaluation._journal import Answer, Journal, encode_payload
 from workbench.evaluation._read import read_completion
 from workbench.evaluation._transport import Transport, _retry_after_s
 from workbench.evaluation.run import check_unfinished, evaluate
-from workbench.records import Evaluation, hold_lock, write_json
+from workbench.records import Evaluation, hold_lock, read_json, write_json
 
 
 def _run(server: Any, out_dir: Path, **settings: Any) -> Evaluation:
@@ -188,6 +189,55 @@ def test_one_arm_is_evaluated_once_at_a_time(tmp_path: Path) -> None:
             _run(server, out)
         assert not server.payloads
         _run(server, out)
+
+
+@pytest.mark.usefixtures("in_process")
+def test_the_folder_is_locked_until_the_scores_are_written(tmp_path: Path) -> None:
+    out = tmp_path / "eval" / "a"
+
+    def keep(evaluation: Evaluation) -> None:
+        assert (out / "m").is_dir()  # the answers lie in their place
+        with pytest.raises(ConfigError, match="another process is evaluating into"):
+            _run(server, out, model="n")
+        write_json(out / "scores.json", evaluation)
+
+    with fake_server(canned_answer) as server:
+        evaluation = _run(server, out, keep=keep)
+    assert read_json(Evaluation, out / "scores.json").scores == evaluation.scores
+    assert {path.name for path in out.iterdir()} == {"m", "scores.json", "request.json", "harness.log"}
+
+
+@pytest.mark.usefixtures("in_process")
+def test_the_command_writes_the_scores_before_it_gives_the_folder_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked = []
+
+    def write(path: Path, record: Any) -> None:
+        with pytest.raises(ConfigError, match="held"), hold_lock(path.parent / ".lock", "held"):
+            pass
+        locked.append(path.name)
+        write_json(path, record)
+
+    monkeypatch.setattr("workbench.records.write_json", write)
+    words = ["--model", "m", "--tokenizer", str(model_path()), "--task", "gsm8k_mini", "--limit", "4", "--api", "chat"]
+    with fake_server(lambda prompt: "2" if prompt == "1+1=" else canned_answer(prompt)) as server:
+        assert cli.main(["evaluate", server.url, *words, "--out", str(tmp_path)]) == 0
+    assert locked == ["scores.json"]
+    assert (tmp_path / "eval" / "arm" / "scores.json").is_file()
+
+
+@pytest.mark.usefixtures("in_process")
+def test_an_evaluation_that_ended_in_the_meantime_is_not_replaced_unasked(tmp_path: Path) -> None:
+    """Another may have ended between the caller's own look and the lock."""
+    out = tmp_path / "eval" / "a"
+    out.mkdir(parents=True)
+    (out / "scores.json").write_text("{}")
+    with fake_server(canned_answer) as server:
+        with pytest.raises(EvaluationError, match="holds an evaluation already"):
+            _run(server, out, replace=False)
+        assert not server.payloads
+    assert {path.name for path in out.iterdir()} == {"scores.json"}
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")

@@ -78,8 +78,9 @@ def evaluate(arguments: argparse.Namespace) -> int:
         baseline_dir=arguments.baseline_dir,
         progress=say.counter("answers"),
         failed=lambda count, message: say.note(f"{count} failed, also when sent again: {message}"),
+        replace=arguments.replace,
+        keep=lambda found: records.write_json(out / "scores.json", found),
     )
-    records.write_json(out / "scores.json", result)
     if result.transport is not None and result.transport.failed:
         gone, asked = result.transport.failed, result.transport.requests
         say.note(f"{gone} of {asked} requests were never answered: they count as wrong answers")

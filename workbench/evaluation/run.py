@@ -3,15 +3,15 @@
     evaluation = evaluate(
         arm="nvfp4", base_url="http://127.0.0.1:8000", model="mini-kimi", tokenizer=Path("ckpt"), tasks=specs,
         out_dir=run / "eval" / "nvfp4", concurrency=8, request_order="forward", max_length=2048, seed=1234,
-        fingerprint=server.fingerprint,
+        fingerprint=server.fingerprint, keep=lambda found: write_json(run / "eval" / "nvfp4" / "scores.json", found),
     )
 
 One child process runs all tasks of the arm. It works in `out_dir/.partial` and its files move to `out_dir/<model>/`,
-lm-eval's own layout, only when they are complete. The caller stores the record as `scores.json`: that marks the arm
-as done. `out_dir` is `<run>/eval/<arm>`; generated documents go to `<run>/data`. Answers are journalled as they
-arrive, so an evaluation that was killed continues where it stopped, if the same endpoint (`fingerprint`) is asked;
-with greedy decoding the result is that of an uninterrupted run wherever the engine's answer does not depend on what
-else is in the batch.
+lm-eval's own layout, only when they are complete. `keep` stores the record as `scores.json`: that marks the arm as
+done. Until then the folder is locked, so that what lies in it is of one evaluation. `out_dir` is `<run>/eval/<arm>`;
+generated documents go to `<run>/data`. Answers are journalled as they arrive, so an evaluation that was killed
+continues where it stopped, if the same endpoint (`fingerprint`) is asked; with greedy decoding the result is that of
+an uninterrupted run wherever the engine's answer does not depend on what else is in the batch.
 
 Imports neither lm_eval nor torch.
 """
@@ -62,6 +62,8 @@ def evaluate(
     probe: bool = False,
     baseline_dir: Path | None = None,
     retries: int = 4,
+    replace: bool = True,
+    keep: Callable[[Evaluation], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
     watch: Callable[[], None] | None = None,
     failed: Callable[[int, str], None] | None = None,
@@ -78,13 +80,15 @@ def evaluate(
     with the tokenizer's own template. thinking: the tag that ends a reasoning model's think block, e.g. "</think>";
     thinking_budget: tokens for the block, on top of each task's max_gen_toks. probe: time a few short answers first and
     state the expected time. baseline_dir: `eval/<arm>` of the baseline, to compare answer lengths with.
+    replace: False refuses an `out_dir` that holds an evaluation, as `check_unfinished` does, once the folder is this
+    call's own. keep(evaluation) writes what belongs to the arm, while `out_dir` is locked still.
     progress(done, total) counts answers; failed(count, message) is told of every request that is given up; watch() is
     called once a second and may raise, which ends the evaluation (a server that died).
 
     Raises EvaluationError naming the task, file or endpoint; settings, the tokenizer's folder and whether anything
     answers at `base_url` are checked before a file is written or a process started, and the plan (preflight.json)
     before a token is generated. ConfigError while another process evaluates into `out_dir`, OutputError where it cannot
-    be made. An evaluation that lies in `out_dir` is replaced once the new one is complete: `check_unfinished` tells.
+    be made. An evaluation that lies in `out_dir` is replaced once the new one is complete.
     The child process never outlives the call, nor the parent.
     """
     check_settings(request_order, concurrency, api, chat_template, tokenizer, thinking_budget, thinking)
@@ -136,6 +140,8 @@ def evaluate(
     request_file = out_dir / "request.json"
     command = (sys.executable, "-m", "workbench.evaluation._harness", str(request_file))
     with hold_lock(out_dir / ".lock", f"another process is evaluating into {out_dir}"):
+        if not replace:
+            check_unfinished(out_dir)  # the one before may have ended since the caller looked
         started = time.monotonic()
         try:
             shutil.rmtree(partial, ignore_errors=True)
@@ -188,6 +194,8 @@ def evaluate(
             journal.unlink(missing_ok=True)
         except OSError as error:
             raise OutputError.of(error.filename or out_dir, error) from error
+        if keep is not None:
+            keep(evaluation)
         return evaluation
 
 
