@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 import math
 import os
@@ -14,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from workbench import cli, records
+from workbench import cli, experiment, records
 from workbench.checkpoints.convert import quantize_checkpoint
 from workbench.checkpoints.equality import compare_bytes
+from workbench.reporting.load import load_run
 
 sys.path[:0] = [str(Path(__file__).parent / room) for room in ("comparison", "checkpoints", "reporting")]
 
@@ -367,3 +369,82 @@ def test_a_run_is_judged_by_the_arms_that_its_own_config_gates(
     assert "  pass: nvfp4: lint: " in printed
     cli.main(["gate", str(copy), "--gated", "nvfp4_to_mxfp4"])
     assert "config.yaml gates" not in capsys.readouterr().out
+
+
+def with_policy(run: Path, target: Path, margin: float) -> Path:
+    """The sample run with a `gate` section as an experiment writes it."""
+    shutil.copytree(run, target)
+    config = target / "config.yaml"
+    section = {"name": "mine", "margin_pp": {"default": margin}, "gated": ["nvfp4"], "reported": ["mxfp4_direct"]}
+    config.write_text(config.read_text() + f"gate: {json.dumps(section)}\n")
+    return target
+
+
+def verdict_of(run: Path) -> records.Verdict:
+    return records.read_json(records.Verdict, run / "verdict.json")
+
+
+def test_a_run_is_judged_by_the_policy_of_its_own_config(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+    found = {}
+    for margin in (99.0, 0.5):
+        copy = with_policy(run, tmp_path / str(margin), margin)
+        code = cli.main(["gate", str(copy)])
+        verdict = verdict_of(copy)
+        found[margin] = {check.status for check in verdict.checks if check.name.startswith("accuracy")}
+        assert "policy: mine, from config.yaml\nverdict: " in capsys.readouterr().out
+        assert (verdict.policy, verdict.policy_from, verdict.exit_code) == ("mine", "config.yaml", code)
+        assert f"Margin: {margin:g} pp a task." in verdict.policy_note
+        limits = {check.limit for check in verdict.checks if check.name.startswith("accuracy")}
+        assert limits == {margin}
+        assert 'name="policy_from" value="config.yaml"' in (copy / "junit.xml").read_text()
+        again = experiment.judge(copy, experiment_policy(copy))  # as the run's own gate stage judges
+        assert (again.checks, again.policy_sha256) == (verdict.checks, verdict.policy_sha256)
+    assert found[99.0] != found[0.5]
+    assert "Policy mine, from config.yaml. Margin: 0.5 pp a task." in (tmp_path / "summary.md").read_text()
+
+
+def experiment_policy(run: Path) -> dict[str, Any]:
+    return load_run(run).settings["gate"]
+
+
+def test_a_policy_that_is_asked_for_wins_over_the_runs_own(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = with_policy(run, tmp_path / "copy", 99.0)
+    (tmp_path / "strict.yaml").write_text("name: strict\nmargin_pp: 0.25\n")
+    for asked, name, limit in (("release", "release", 2.0), (str(tmp_path / "strict.yaml"), "strict", 0.25)):
+        cli.main(["gate", str(copy), "--policy", asked])
+        printed = capsys.readouterr().out
+        assert f"policy: {name}, from --policy {asked}\n" in printed
+        assert "gated: nvfp4 (the arms that the run's config.yaml gates" in printed  # its arms, by that policy
+        verdict = verdict_of(copy)
+        assert (verdict.policy, verdict.policy_from) == (name, f"--policy {asked}")
+        assert {check.limit for check in verdict.checks if check.name.startswith("accuracy")} == {limit}
+    cli.main(["report", str(copy)])
+    assert f"policy strict, from --policy {tmp_path / 'strict.yaml'}" in html.unescape(
+        (copy / "report.html").read_text()
+    )
+    assert f"policy strict, from --policy {tmp_path / 'strict.yaml'})" in (copy / "summary.md").read_text()
+
+
+def test_a_run_without_a_policy_of_its_own_is_judged_by_smoke_and_says_so(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(run, tmp_path / "copy")
+    cli.main(["gate", str(tmp_path / "copy"), "--gated", "nvfp4"])
+    assert "policy: smoke, from conf/gate, as the run has no policy of its own\n" in capsys.readouterr().out
+    limits = {check.limit for check in verdict_of(tmp_path / "copy").checks if check.name.startswith("accuracy")}
+    assert limits == {10.0}
+
+
+def test_a_policy_of_the_config_that_is_not_understood_is_refused(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = with_policy(run, tmp_path / "copy", 99.0)
+    config = copy / "config.yaml"
+    config.write_text(config.read_text().replace("margin_pp", "margn_pp"))
+    assert cli.main(["gate", str(copy)]) == 3
+    assert "gate: unknown key 'margn_pp'" in capsys.readouterr().err

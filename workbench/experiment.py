@@ -56,18 +56,18 @@ def run_experiment(config: DictConfig) -> int:
         folder.close()
 
 
-def judge(run: Path, policy: dict[str, Any], since: Path | None = None) -> Verdict:
+def judge(run: Path, policy: dict[str, Any], since: Path | None = None, policy_from: str = "") -> Verdict:
     """Judge a run folder's records by a policy; writes verdict.json and junit.xml. since: a committed baseline, which
-    the run's arms are paired with as well.
+    the run's arms are paired with as well. policy_from: where the policy was written.
 
     Raises as `judge_files` does, ConfigError for a folder that is no run too.
     """
     from workbench.reporting.load import load_run
 
-    return judge_files(load_run(run), policy, since)
+    return judge_files(load_run(run), policy, since, policy_from)
 
 
-def judge_files(files: RunFiles, policy: dict[str, Any], since: Path | None = None) -> Verdict:
+def judge_files(files: RunFiles, policy: dict[str, Any], since: Path | None = None, policy_from: str = "") -> Verdict:
     """Judge a run whose files were read already.
 
     Raises ConfigError for a policy that is not understood or an arm that the run does not have; OutputError naming
@@ -106,6 +106,7 @@ def judge_files(files: RunFiles, policy: dict[str, Any], since: Path | None = No
         serving_cost=files.serving_cost,
         since=compare_with_baseline(run, read_baseline(since)) if since else None,
         judged=judged,
+        policy_from=policy_from,
     )
     records.write_json(run / "verdict.json", verdict)
     records.write_text(run / "junit.xml", to_junit(verdict))
@@ -365,7 +366,7 @@ class _Run:
 
     def gate(self) -> Verdict:
         self.say.stage("gate")
-        return judge(self.folder.path, self.settings.gate)
+        return judge(self.folder.path, self.settings.gate, policy_from="config.yaml")
 
     def report(self) -> None:
         from workbench.reporting import build_report

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from workbench.records import Comparison, Evaluation, Verdict
     from workbench.reporting.load import RunFiles
 
+_NO_POLICY = "conf/gate, as the run has no policy of its own"
+
 
 def add_commands(commands: Commands) -> None:
     help = "two evaluated folders, anyone's, by a policy; or the arms of one run"
@@ -131,7 +133,9 @@ def _compare_arms(arguments: argparse.Namespace) -> int:
 
 def _gate_options(parser: Parser) -> None:
     parser.add_argument("run", type=to_path)
-    parser.add_argument("--policy", type=to_text, default="smoke", help="a name of conf/gate, or a YAML file")
+    parser.add_argument(
+        "--policy", type=to_text, help="a name of conf/gate, or a YAML file; default: the run's own, of its config.yaml"
+    )
     parser.add_argument("--gated", action="append", type=to_text, default=[], metavar="ARM")
     parser.add_argument("--reported", action="append", type=to_text, default=[], metavar="ARM")
     parser.add_argument(
@@ -165,18 +169,20 @@ def gate(arguments: argparse.Namespace) -> int:
             check_file(f"--{flag}", path, arguments.run if taken else None)
     if arguments.history:
         read_history(arguments.history)  # a damaged one is refused before anything is judged or written
-    policy = _policy(arguments.policy)
+    asked = _policy(arguments.policy) if arguments.policy else None  # one that cannot be read is refused first
+    files = load_run(arguments.run)
+    policy, policy_from = _own_policy(files) if asked is None else (asked, f"--policy {arguments.policy}")
     for key in ("gated", "reported"):
         if getattr(arguments, key):
             policy[key] = getattr(arguments, key)
-    files = load_run(arguments.run)
     if not policy.get("gated"):
         policy = {
             **policy,
             **_arms_judged_by(files),
             **({"reported": arguments.reported} if arguments.reported else {}),
         }
-    verdict = judge_files(files, policy, since=None if arguments.update_baseline else arguments.baseline)
+    since = None if arguments.update_baseline else arguments.baseline
+    verdict = judge_files(files, policy, since=since, policy_from=policy_from)
     if arguments.json:
         records.write_json(arguments.json, verdict)
     comparison = files.comparison
@@ -194,6 +200,16 @@ def gate(arguments: argparse.Namespace) -> int:
     for line in trend:
         print(one_line(f"trend: {line}"))
     return _say_verdict(verdict)
+
+
+def _own_policy(files: RunFiles) -> tuple[dict[str, Any], str]:
+    """The policy that the run was made with and where it is written, without its arms; the shipped `smoke` where the
+    run has none.
+    """
+    gate = files.settings.get("gate")
+    own = {key: gate[key] for key in gate if key not in ("gated", "reported")} if isinstance(gate, dict) else {}
+    judges = set(own) - {"name", "note"}  # a section that only names arms is no policy
+    return (own, "config.yaml") if judges else (_policy("smoke"), _NO_POLICY)
 
 
 def _arms_judged_by(files: RunFiles) -> dict[str, list[str]]:
@@ -231,7 +247,8 @@ def _say_verdict(verdict: Verdict) -> int:
     from workbench.comparison import one_line
     from workbench.records.judged import named
 
-    lines = [
+    lines = [f"policy: {verdict.policy}, from {verdict.policy_from}"] if verdict.policy_from else []
+    lines += [
         f"verdict: {verdict.status.upper()} (exit code {verdict.exit_code}, policy {verdict.policy})",
         verdict.headline,
         *(f"  {check.status}: {named(check)}: {check.reason}" for check in verdict.checks),

@@ -64,6 +64,7 @@ def gate(
     serving_cost: ServingCost | None = None,
     since: Comparison | None = None,
     judged: Mapping[str, str] | None = None,
+    policy_from: str = "",
 ) -> Verdict:
     """Judge a run. tensors: rows of tensors.parquet (mappings with the keys of `TensorRecord`, or a DataFrame).
 
@@ -72,8 +73,8 @@ def gate(
     servers, equality, numerics, preflights: by arm, as far as there are any; the last two also help to say what made an
     arm lose (`Verdict.attributions`). evaluations None: they are not known; else a compared arm that they lack is
     invalid. since: the run's arms against themselves in the committed baseline. judged: digests of the files that all
-    this was read from, for `Verdict.judged`. Raises ConfigError for a policy that is
-    not understood, or that judges no answers beside such a baseline.
+    this was read from, for `Verdict.judged`; policy_from: where the policy was written, for `Verdict.policy_from`.
+    Raises ConfigError for a policy that is not understood, or that judges no answers beside such a baseline.
     """
     rules = policy if isinstance(policy, Policy) else read_policy(policy)
     evaluated, evaluations = evaluations is not None, evaluations or {}
@@ -122,6 +123,7 @@ def gate(
             ),
         ),
         judged=dict(judged or {}),
+        policy_from=policy_from,
         policy_sha256=hashlib.sha256(json.dumps(dataclasses.asdict(rules), sort_keys=True).encode()).hexdigest(),
     )
 

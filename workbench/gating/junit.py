@@ -32,6 +32,7 @@ def to_junit(verdict: Verdict) -> str:
         ("exit_code", str(verdict.exit_code)),
         ("headline", verdict.headline),
         ("policy_note", verdict.policy_note),
+        ("policy_from", verdict.policy_from),
     ):
         ElementTree.SubElement(properties, "property", {"name": key, "value": _clean(value)})
     for check in checks:

@@ -16,8 +16,9 @@ _SIGN = {"invalid": "❌", "fail": "❌", "inconclusive": "⚠️", "pass": "✅
 def to_step_summary(verdict: Verdict, comparison: Comparison | None = None, trend: list[str] | None = None) -> str:
     """GitHub-flavoured Markdown. trend: the sentences of `trend_lines`."""
     lines = [f"## Gate `{verdict.policy}`: {verdict.status}", "", _cell(verdict.headline), ""]
-    if verdict.policy_note:
-        lines += [f"> {_cell(verdict.policy_note)}", ""]
+    origin = f"Policy {verdict.policy}, from {verdict.policy_from}." if verdict.policy_from else ""
+    if note := " ".join(part for part in (origin, verdict.policy_note) if part):
+        lines += [f"> {_cell(note)}", ""]
     lines += ["| | arm | check | tier | value | limit |", "|---|---|---|---|--:|--:|"]
     checks = sorted(verdict.checks, key=lambda check: _ORDER.get(check.status, 9))
     for check in checks:

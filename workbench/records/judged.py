@@ -59,6 +59,7 @@ def out_of_date(run_dir: Path, verdict: Verdict) -> Verdict:
         checks=(),
         judged=verdict.judged,
         policy_sha256=verdict.policy_sha256,
+        policy_from=verdict.policy_from,
     )
 
 

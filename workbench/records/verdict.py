@@ -218,7 +218,8 @@ class Verdict:
 
     attributions: for each gated or reported arm, what made it lose and which checks saw it; they do not move `status`.
     judged: sha256 of every file that was read, by its path in the run (empty where no run was judged, but records):
-    `workbench.records.judged` holds them against what lies there now. policy_sha256: of the policy as it was applied.
+    `workbench.records.judged` holds them against what lies there now. policy_sha256: of the policy as it was applied;
+    policy_from: where its limits were written ("config.yaml": the run's own; "": it does not say).
     "outdated" 2 is what a reader puts in place of a verdict whose files have changed since.
     """
 
@@ -231,6 +232,7 @@ class Verdict:
     attributions: tuple[Attribution, ...] = ()
     judged: dict[str, str] = field(default_factory=dict)
     policy_sha256: str = ""
+    policy_from: str = ""
 
 
 # ---- the run ---------------------------------------------------------------------------------------------------------
