@@ -19,11 +19,12 @@ from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 
+from workbench.analysis import compute
 from workbench.composition import resolve
 from workbench.errors import ConfigError
 
 STAGES = ("prepare", "lint", "analyze", "evaluate", "compare", "gate", "report")
-COMPUTE = ("local", "ray")
+COMPUTE = compute.KINDS
 BACKENDS = ("reference", "emulation", "requant", "stock")
 MOST = 1_000_000  # of whatever is counted: above it lies a typing mistake
 MOST_SEED = (1 << 32) - 1  # numpy's

@@ -15,6 +15,7 @@ from workbench.analysis.study import Arm, analyze_pairs
 from workbench.analysis.summary import AnalysisSummary, summarize
 from workbench.checkpoints.convert import quantize_checkpoint
 from workbench.errors import CheckpointError, ConfigError
+from workbench.formats.activations import Activations, read_activations
 from workbench.records import read_json
 
 from .trio_checkpoints import MODULES, Trio
@@ -177,6 +178,29 @@ def test_inputs_that_cannot_be_read_are_refused_before_a_weight_is_and_leave_not
     assert cli.main([*words, "--out", str(tmp_path / "out")]) == 3
     assert str(bad) in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_an_activations_file_is_opened_once_and_gives_what_its_path_gives(
+    trio: Trio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = []
+
+    def noted(path: Path) -> Activations:
+        opened.append(path)
+        return read_activations(path)
+
+    for module in ("study", "gemm"):
+        monkeypatch.setattr(f"workbench.analysis.{module}.read_activations", noted)
+    run(trio, tmp_path / "run", Pair("nvfp4", "nvfp4_to_mxfp4"))
+    assert opened == [trio.activations]
+    words = ["analyze", str(trio.source), str(trio.nvfp4), "--activations", str(trio.activations), "--bootstrap", "5"]
+    assert cli.main([*words, "--out", str(tmp_path / "command")]) == 0
+    assert opened == [trio.activations] * 2
+    arms = [GemmArm(arm="nvfp4", checkpoint=trio.nvfp4)]
+    by_path = analyze_gemm(source=trio.source, arms=arms, activations=trio.activations, resamples=5)
+    handed_on = analyze_gemm(source=trio.source, arms=arms, activations=read_activations(trio.activations), resamples=5)
+    pd.testing.assert_frame_equal(by_path, handed_on, check_exact=True)
+    assert by_path.attrs == handed_on.attrs
 
 
 def test_dead_and_huge_layers_raise_no_warning(trio: Trio) -> None:

@@ -13,14 +13,13 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-
 from workbench.errors import ConfigError
 
 if TYPE_CHECKING:
     from .matrices import MatrixPass, Result
 
 KINDS = ("local", "ray")
+"""Of the command line and of an experiment's settings as well; importing this file is light."""
 
 
 class Compute(Protocol):
@@ -34,6 +33,8 @@ class LocalCompute:
     """This process, with as many threads as torch takes."""
 
     def results(self, matrices: MatrixPass, names: Sequence[str]) -> Generator[Result]:
+        import torch
+
         return matrices.results(names, torch.get_num_threads())
 
 

@@ -70,7 +70,7 @@ def analyze_gemm(
     *,
     source: str | Path,
     arms: Sequence[GemmArm],
-    activations: Path | None = None,
+    activations: Path | Activations | None = None,
     gaussian_tokens: int = GAUSSIAN_TOKENS,
     max_tokens: int = MAX_TOKENS,
     only: Collection[str] | None = None,
@@ -83,18 +83,19 @@ def analyze_gemm(
     """Measure every matrix that is quantized in an arm's checkpoint; columns are GemmRecord's, `attrs["inputs"]`
     is what they depend on.
 
-    activations: a captured file (`formats.activations`); None takes N(0, 1) rows (`gaussian_tokens` of them, seeded per
-    module, NVFP4's global scale then per token). At most `max_tokens` rows of a module are used. A module without a
-    captured row still gets its rows, with tokens = 0 and NaN figures; fewer than 8 tokens give NaN intervals. only:
-    names of the matrices to measure, of those. moments: instead of rows, the exact expected noise of weight errors
-    given E[x x^T] (`moments.py`): the file's second moments, else those of its rows, else the identity; kind "weight".
+    activations: a captured file (`formats.activations`), or one that is read already; None takes N(0, 1) rows
+    (`gaussian_tokens` of them, seeded per module, NVFP4's global scale then per token). At most `max_tokens` rows of a
+    module are used. A module without a captured row still gets its rows, with tokens = 0 and NaN figures; fewer than 8
+    tokens give NaN intervals. only: names of the matrices to measure, of those. moments: instead of rows, the exact
+    expected noise of weight errors given E[x x^T] (`moments.py`): the file's second moments, else those of its rows,
+    else the identity; kind "weight".
     Raises CheckpointError naming the tensor where source, arm and activations do not fit together, ConfigError for
     resamples < 1.
     """
     import pandas as pd
 
     check_resamples(resamples)
-    captured = read_activations(activations) if activations is not None else None
+    captured = read_activations(activations) if isinstance(activations, Path) else activations
     with ExitStack() as stack:
         checkpoints = OpenCheckpoints(stack)
         original = checkpoints.open(source)
@@ -102,7 +103,8 @@ def analyze_gemm(
         if only is not None:
             wanted = {arm: matrices & set(only) for arm, matrices in wanted.items()}
         names = [e.name for e in original.entries() if any(e.name in w for w in wanted.values())]
-        key = _key(checkpoints, arms, activations, [gaussian_tokens, max_tokens, resamples, seed, moments])
+        file = None if captured is None else captured.path
+        key = _key(checkpoints, arms, file, [gaussian_tokens, max_tokens, resamples, seed, moments])
         log = stack.enter_context(Journal.open(journal, key))
         for name in shown(names, "matrix products", progress):
             if name not in log:

@@ -85,8 +85,7 @@ def analyze_pairs(
     is measured) and naming the tensor where arms do not fit, OutputError.
     """
     check_resamples(bootstrap)
-    if activations is not None:
-        read_activations(activations)
+    captured = read_activations(activations) if activations is not None else None
     source = _arm(arms, source_arm)[0]
     chain = [_arm_pair(pair, arms) for pair in pairs]
     named = dict.fromkeys(name for pair in pairs for name in (pair.first, pair.second, pair.direct) if name)
@@ -113,7 +112,7 @@ def analyze_pairs(
         lambda journal: analyze_gemm(
             source=source,
             arms=products,
-            activations=activations,
+            activations=captured,
             only=None if sample is None else set(tensors["name"]),
             journal=journal,
             resamples=bootstrap,
@@ -156,8 +155,7 @@ def analyze_checkpoints(
     what `analyze_weights` raises.
     """
     check_resamples(bootstrap)
-    if activations is not None:
-        read_activations(activations)
+    captured = read_activations(activations) if activations is not None else None
     path = out / "tensors.parquet"
     if path.is_file():
         _check_same(path, inputs_of(source, [pair], seed, select, sample, device, source_arm))
@@ -190,7 +188,7 @@ def analyze_checkpoints(
             lambda journal: analyze_gemm(
                 source=source,
                 arms=arms,
-                activations=activations,
+                activations=captured,
                 only=names,
                 moments=moments,
                 journal=journal,
