@@ -7,19 +7,22 @@ import dataclasses
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
-from workbench.analysis import cluster
+from workbench.analysis import cluster, ray_driver, ray_process, tensors
 from workbench.analysis.choice import Chosen
 from workbench.analysis.compute import choose_compute
 from workbench.analysis.inputs import OpenCheckpoints
@@ -33,9 +36,7 @@ from workbench.settings import read_settings
 
 from .trio_checkpoints import write_checkpoint
 
-_SHARED = "PYTEST_XDIST_WORKER" in os.environ and importlib.util.find_spec("ray") is not None
-# Ray has been seen to end the process that called it; a test process among several, and all they were to run, with it.
-pytestmark = pytest.mark.skipif(_SHARED, reason="Ray's tests run alone: pytest tests/analysis/test_ray.py")
+ROOT = Path(__file__).parents[2]
 MATRICES, OF_A_TASK = 60, 8
 OWNER = """
 import ray, sys
@@ -76,10 +77,13 @@ def alone(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+def cluster_of_two() -> Iterator[str]:
+    """The address of a cluster of two workers, which find this file."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "token")  # as a cluster that Ray starts for itself has it
-        pytest.importorskip("ray", reason="the ray extra is not installed")
+        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("RAY_worker_niceness", "0")  # else what is busy beside the tests has the processors first
+        _need_ray()
         command = [sys.executable, "-c", OWNER]
         with subprocess.Popen(command, cwd="/", stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
             assert owner.stdin is not None
@@ -88,17 +92,11 @@ def address() -> Iterator[str]:
             owner.stdin.close()
 
 
-@pytest.fixture(scope="module")
-def workers(address: str) -> Iterator[str]:
-    """The cluster, held connected, so that its two workers start once; tests hand them functions of this file."""
-    import ray
-
-    excepthook = sys.excepthook
-    with cluster.RayCompute(address)._connected(ray):
-        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-        yield address
-        ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
-    sys.excepthook = excepthook
+@pytest.fixture
+def workers(cluster_of_two: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_ADDRESS", cluster_of_two)
+    return cluster_of_two
 
 
 @pytest.fixture(autouse=True)
@@ -149,8 +147,8 @@ def lost(orders: cluster.Orders, part: Chosen) -> list[Result]:
     return cluster.measure_part(dataclasses.replace(orders, folder="/not on this node"), part)
 
 
-def waits(orders: cluster.Orders, part: Chosen) -> list[Result]:
-    time.sleep(5)
+def slow(orders: cluster.Orders, part: Chosen) -> list[Result]:
+    time.sleep(2)
     return cluster.measure_part(orders, part)
 
 
@@ -166,7 +164,10 @@ def test_two_workers_write_the_bytes_and_name_the_faults_of_one_process(
     folder: Path, alone: Path, workers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster, "measure_part", seen)
+    before = dict(os.environ)
     assert analyze(tmp_path / "out") == 2
+    assert "ray" not in sys.modules  # nor what it sets in the environment of the process that imports it
+    assert dict(os.environ) == before
     assert_same(tmp_path / "out", alone)
     faults = json.loads((alone / "analysis.json").read_text())["faults"]
     assert {fault["kind"] for fault in faults} == {"all-zero", "non-finite"}
@@ -241,15 +242,6 @@ def test_more_processors_than_a_node_has_are_refused(
     assert "has 3 processors; the largest has 2" in capsys.readouterr().err
 
 
-def test_what_ray_sets_for_itself_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
-    with cluster._own_environment():
-        os.environ.update(RAY_AUTH_MODE="token", RAY_ADDRESS="10.0.0.2:6379")
-    assert "RAY_AUTH_MODE" not in os.environ
-    assert os.environ["RAY_ADDRESS"] == "10.0.0.1:6379"
-
-
 KILLED = """
 import os, signal, sys
 from workbench.analysis import cluster, tensors
@@ -281,16 +273,153 @@ def test_a_killed_driver_leaves_no_server_and_goes_on_to_the_same_bytes(
     assert _ends(before)
 
 
-def test_a_cluster_that_is_gone_is_said_to_be(
-    workers: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+@pytest.mark.parametrize(
+    ("missing", "words"), [("head", "the Ray cluster's head"), ("node", "Ray's server on this node")]
+)
+def test_a_server_that_is_gone_is_said_to_be(missing: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray itself waits on."""
+
+    class Timeout(Exception): ...
+
+    class Lost(Exception): ...
+
+    class Fake:
+        """Ray, with a task that does not end."""
+
+        exceptions = SimpleNamespace(
+            GetTimeoutError=Timeout, RayTaskError=Lost, LocalRayletDiedError=Lost, RayError=Lost
+        )
+
+        def get(self, reference: object, timeout: float) -> bytes:
+            time.sleep(timeout)
+            raise Timeout
+
+        def get_runtime_context(self) -> object:
+            return SimpleNamespace(gcs_address="127.0.0.1:1", get_node_id=lambda: "here")
+
+        def nodes(self) -> list[dict[str, object]]:
+            return [{"NodeID": "here", "Alive": missing != "node"}, {"NodeID": "there", "Alive": False}]
+
+    monkeypatch.setattr(ray_driver, "takes_connections", lambda address: missing != "head")
+    waited: list[int] = []
+    answer = ray_driver.take(Fake(), None, lambda: waited.append(0), poll_s=0.01, gone_s=0.1)
+    assert answer == ("gone", missing)
+    assert 3 < len(waited) < 20
+    driver = SimpleNamespace(ask=lambda what: answer)
+    with pytest.raises(ComputeError, match=rf"{re.escape(words)}.* no longer answers"):
+        cluster._take(driver, Chosen([], {}, {}, 0))  # type: ignore[arg-type]
+
+
+class Slain:
+    """Stops or kills a process once this many matrices are done."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, after: int, kill: Callable[[psutil.Process], object]) -> None:
+        self.done = 0
+        add = tensors.Journal.add
+
+        def counted(journal: tensors.Journal, *rest: Any) -> None:
+            add(journal, *rest)
+            self.done += 1
+            if self.done == after:
+                kill(_driver())
+
+        monkeypatch.setattr(tensors.Journal, "add", counted)
+
+
+STANDING_IN = """
+import os, signal, sys
+from multiprocessing.connection import Connection
+connection = Connection(int(sys.argv[1]))
+connection.recv()
+connection.send(("waiting",))
+print("its last words", flush=True)
+{}
+"""
+
+
+@pytest.mark.parametrize(("ends", "how"), [
+    ("os._exit(1)", "ended with exit code 1"),
+    ("raise ZeroDivisionError('its last words')", "ended with exit code 1"),
+    ("os.kill(os.getpid(), signal.SIGSEGV)", "was killed by SIGSEGV"),
+    ("connection.close(); signal.pause()", "closed its connection"),
+    ("signal.pause()", "has not answered for 0.5 s"),
+    ("os.write(connection.fileno(), bytes([0, 0, 1, 0])); signal.pause()", "has not answered for 0.5 s"),
+    ("os.kill(os.getpid(), signal.SIGSTOP)", "has not answered for 0.5 s"),
+])  # fmt: skip
+def test_however_the_process_that_is_connected_ends_it_is_said_with_its_last_words(
+    ends: str, how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Its head's port takes no connections while a task does not end."""
-    monkeypatch.setattr(cluster, "measure_part", waits)
-    monkeypatch.setattr(cluster, "_POLL_S", 0.1)
-    monkeypatch.setattr(cluster, "_GONE_S", 0.3)
-    monkeypatch.setattr(cluster, "_answers", lambda address: False)
-    assert analyze(tmp_path / "out") == 3
-    assert "the Ray cluster's head no longer answers" in capsys.readouterr().err
+    monkeypatch.setattr(ray_process, "START", STANDING_IN.format(ends))
+    monkeypatch.setattr(ray_process, "SILENT_S", 0.5 if "0.5" in how else 60.0)
+    monkeypatch.setattr(ray_process, "ENDING_S", 0.2 if "closed" in how else 30.0)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    with ray_process.DriverProcess("do it again") as driver:
+        logs = tmp_path / "ray" / "session_2026" / "logs"
+        logs.mkdir(parents=True)
+        told = [f"[2026-12-01 12:04:36,101 {level} 8 9] store.cc:1: the {level} line" for level in "IWI"]
+        (logs / f"python-core-driver-01ff_{driver.pid}.log").write_text("\n".join(told))
+        (logs / "raylet.out").write_text("[2026-12-01 12:04:36,101 C 8 9] agent.cc:1: why it went\n")
+        with pytest.raises(ComputeError) as caught:
+            driver.ask("connect")
+    assert not psutil.pid_exists(driver.pid)
+    first, *rest = caught.value.message.splitlines()
+    assert first == f"the process that is connected to Ray {how}"
+    assert caught.value.fix == "do it again"
+    assert any("its last words" in line for line in rest)
+    assert [line.strip() for line in rest[-3:]] == [
+        f"{logs}/python-core-driver-01ff_{driver.pid}.log:", told[1],
+        "[2026-12-01 12:04:36,101 C 8 9] agent.cc:1: why it went",
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_kill_of_the_process_that_is_connected_ends_the_pass_and_nothing_is_lost(
+    alone: Path, workers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, found = tmp_path / "out", []
+    with monkeypatch.context() as patch:
+        Slain(patch, 20, lambda driver: (found.append(driver), driver.kill()))
+        assert analyze(out) == 3
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: the process that is connected to Ray was killed by SIGKILL\n")
+    assert f"_{found[0].pid}.log" in shown  # Ray's own log of it
+    assert "the same command goes on after the matrices that are done" in shown
+    assert not found[0].is_running()
+    journaled = len((out / ".tensors.journal").read_text().splitlines()) - 1
+    assert 20 <= journaled < MATRICES
+    again = Slain(monkeypatch, 0, lambda driver: None)
+    assert analyze(out) == 2
+    assert again.done == MATRICES - journaled
+    assert_same(out, alone)
+
+
+@pytest.mark.slow
+def test_a_cluster_of_this_machine_whose_server_is_killed_ends_the_pass(
+    alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ray then exits with 1 in the process that asks for a result, and prints nothing."""
+    _need_ray()
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    before, out = _of_ray(), tmp_path / "out"
+
+    def kill(driver: psutil.Process) -> None:
+        for process in driver.children():
+            if process.name() == "raylet":
+                process.kill()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cluster, "measure_part", slow)
+        Slain(patch, OF_A_TASK, kill)
+        assert analyze(out) == 3
+    shown = capsys.readouterr().err
+    assert re.match(
+        r"error: (the process that is connected to Ray ended with exit code 1\n|Ray's server on this node)", shown
+    )
+    assert "the same command goes on" in shown
+    assert main(["analyze", "source", "first", "--out", str(out)]) == 2
+    assert_same(out, alone)
+    assert _ends(before)
 
 
 def test_the_task_of_a_worker_that_is_killed_is_done_by_another(
@@ -342,7 +471,7 @@ def test_a_task_has_the_threads_that_it_is_given(
     ({"kind": "dask"}, "compute 'dask'"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused(settings: dict[str, str], words: str) -> None:
-    pytest.importorskip("ray", reason="the ray extra is not installed")
+    _need_ray()
     with pytest.raises((ConfigError, ComputeError), match=words):
         choose_compute(**({"kind": "ray"} | settings))  # type: ignore[arg-type]
 
@@ -367,6 +496,17 @@ def test_an_experiment_takes_the_cluster_from_its_settings(capsys: pytest.Captur
         read_settings(compose([*base, "compute.kind=dask"]))
     assert main(["analyze", "source", "first", "--out", "unused", "--ray-cpus", "2"]) == 3
     assert "belong to --compute ray" in capsys.readouterr().err
+
+
+def _need_ray() -> None:
+    """Without importing it, which no process of ours does but the one that is connected."""
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("the ray extra is not installed")
+
+
+def _driver() -> psutil.Process:
+    (found,) = (p for p in psutil.Process().children() if "workbench.analysis.ray_driver" in " ".join(p.cmdline()))
+    return found
 
 
 def _of_ray() -> set[int]:

@@ -5,9 +5,9 @@
 
 A worker opens the checkpoints itself, under the same paths and only if they are the same (by fingerprint), reads one
 matrix ahead of the one it measures, and hands back rows, never weights. At most two tasks a slot of the cluster are
-submitted and not yet taken, so the driver holds few results. Results are taken in the order of names; a task behind a
-slow one waits. Ray sends a task of a worker that died to another one; one that fails every time ends the pass with its
-matrices' names. What was taken before is in the journal.
+submitted and not yet taken, so few results are held. Results are taken in the order of names; a task behind a slow one
+waits. Ray sends a task of a worker that died to another one; one that fails every time ends the pass with its matrices'
+names. What was taken before is in the journal. Only a process of its own is connected to Ray (`ray_process.py`).
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ import contextlib
 import dataclasses
 import functools
 import importlib.metadata
+import importlib.util
 import math
 import os
+import pickle
 import re
-import signal
 import socket
-import threading
-import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from workbench.errors import CheckpointError, ComputeError, ConfigError, WorkbenchError
+from workbench.errors import CheckpointError, ComputeError, ConfigError
 
 from .choice import Chosen
 from .device import Device
 from .inputs import OpenCheckpoints
 from .matrices import ArmPair, MatrixPass, Result
+from .ray_driver import HEAD, packed, takes_connections
+from .ray_process import DriverProcess
 
 TASK_MATRICES, TASK_WEIGHTS = 32, 1 << 28
 """Of a task, at most: some seconds of work on a few cores, which is what a dead worker loses."""
@@ -45,7 +45,7 @@ SHOWN_NAMES = 5
 _PACKAGES = ("quantization-workbench", "torch", "numpy", "numba")
 _STORE_BYTES = 128 << 20  # of a cluster that is started here: results are small
 _POLL_S = 2.0
-_GONE_S = 20.0  # without a head that answers: Ray ends the process, with exit code 1, after 60
+_GONE_S = 20.0  # without a head that answers; after 60 Ray would end the process that is connected
 _HERE = "or --compute local (in an experiment compute=local)"
 _START = (
     "start one (`ray start --head`) and give its address, --ray-address HOST:PORT (where it wants a token, with"
@@ -78,35 +78,30 @@ class RayCompute:
     def __init__(self, address: str | None = None, cpus: int = 1) -> None:
         self.address = address or os.environ.get("RAY_ADDRESS") or "local"
         self.cpus = cpus
-        _import_ray()
+        if importlib.util.find_spec("ray") is None:
+            raise _no_ray("no module named ray")
         self._check_address()
 
     def results(self, matrices: MatrixPass, names: Sequence[str]) -> Generator[Result]:
         """The result of each name, in their order. Raises ComputeError for a cluster that cannot be reached or has no
-        node of `cpus` processors, and for a task whose workers all died; CheckpointError naming path and host where a
-        worker sees no checkpoint, or another one; and what measuring raises.
+        node of `cpus` processors, for a task whose workers all died, and where the process that is connected to Ray
+        ended or hangs; CheckpointError naming path and host where a worker sees no checkpoint, or another one; and what
+        measuring raises.
         """
         if not names:
             return
-        ray = _import_ray()
-        shared = ray.is_initialized()
-        with _own_environment(), self._connected(ray):
-            self._check_nodes(ray)
-            orders = self._orders(matrices)
-            task = ray.remote(measure_part).options(name="workbench analyze", num_cpus=self.cpus, max_retries=RETRIES)
-            waiting: deque[tuple[Chosen, Any]] = deque()
-            try:
-                for part in _parts(matrices, names):
-                    waiting.append((part, task.remote(orders, part)))
-                    if len(waiting) >= 2 * self._slots(ray):
-                        yield from _take(ray, *waiting[0])
-                        waiting.popleft()
-                while waiting:
-                    yield from _take(ray, *waiting[0])
-                    waiting.popleft()
-            finally:
-                for _, reference in waiting if shared else ():  # else they end with the connection
-                    ray.cancel(reference)
+        self._check_address()
+        orders = self._orders(matrices)
+        with DriverProcess(f"{_AGAIN}; {_HERE}") as driver:
+            self._connect(driver)
+            waiting: deque[Chosen] = deque()
+            for part in _parts(matrices, names):
+                _, slots = driver.ask("submit", packed(measure_part, orders, part))
+                waiting.append(part)
+                if len(waiting) >= 2 * slots:
+                    yield from _take(driver, waiting.popleft())
+            while waiting:
+                yield from _take(driver, waiting.popleft())
 
     def _check_address(self) -> None:
         """Ray itself would try for many minutes."""
@@ -117,41 +112,24 @@ class RayCompute:
                 f"{self.address!r} is no address of a Ray cluster",
                 fix="give HOST:PORT as `ray start --head` prints it, e.g. --ray-address 10.0.0.1:6379",
             )
-        if not _answers(self.address):
+        if not takes_connections(self.address):
             raise ComputeError(f"nothing answers at {self.address}, the address of the Ray cluster", fix=_START)
 
-    @contextlib.contextmanager
-    def _connected(self, ray: Any) -> Iterator[None]:
-        """Connected to the cluster, or to the one that the calling program uses already."""
-        if ray.is_initialized():
-            yield
-            return
+    def _connect(self, driver: DriverProcess) -> None:
         local = self.address == "local"
-        os.environ.setdefault("RAY_task_oom_retries", str(RETRIES))  # by default Ray tries for ever
-        self._check_address()
         start = {"num_cpus": _processors(), "object_store_memory": _STORE_BYTES, "include_dashboard": False}
-        try:
-            with _own_signals():
-                ray.init(address=self.address, log_to_driver=False, logging_level="ERROR", **(start if local else {}))
-        except (OSError, RuntimeError, ValueError, ImportError, TimeoutError, ray.exceptions.RayError) as error:
-            what = "no Ray cluster could be started here" if local else f"no Ray cluster at {self.address}"
-            raise ComputeError(f"{what}: {_first_line(error)}", fix=_START) from error
-        try:
-            yield
-        finally:
-            with _own_signals():
-                ray.shutdown()
-
-    def _check_nodes(self, ray: Any) -> None:
-        most = max((node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]), default=0.0)
-        if most < self.cpus:
+        options = start if local else {}
+        what, *found = driver.ask("connect", self.address, options, self.cpus, RETRIES, _POLL_S, _GONE_S)
+        if what == "no ray":
+            raise _no_ray(found[0])
+        if what == "unreachable":
+            where = "no Ray cluster could be started here" if local else f"no Ray cluster at {self.address}"
+            raise ComputeError(f"{where}: {found[0]}", fix=_START)
+        if (most := found[0]) < self.cpus:
             raise ComputeError(
                 f"no node of the Ray cluster at {self.address} has {self.cpus} processors; the largest has {most:g}",
                 fix="give a task fewer: --ray-cpus 1 (in an experiment compute.cpus=1)",
             )
-
-    def _slots(self, ray: Any) -> int:
-        return max(1, int(ray.cluster_resources().get("CPU", 1.0) // self.cpus))
 
     def _orders(self, matrices: MatrixPass) -> Orders:
         return Orders(
@@ -212,7 +190,7 @@ def _opened(orders: Orders) -> MatrixPass:
     )
 
 
-# ---- of the driver ---------------------------------------------------------------------------------------------------
+# ---- of the pass -----------------------------------------------------------------------------------------------------
 
 
 def _parts(matrices: MatrixPass, names: Sequence[str]) -> Iterator[Chosen]:
@@ -230,35 +208,28 @@ def _parts(matrices: MatrixPass, names: Sequence[str]) -> Iterator[Chosen]:
         yield matrices.chosen.part(part)
 
 
-def _take(ray: Any, part: Chosen, reference: Any) -> list[Result]:
-    """A task's results, once they are there."""
-    answered = time.monotonic()
-    while True:
-        try:
-            found: list[Result] = ray.get(reference, timeout=_POLL_S)
-            return found
-        except ray.exceptions.GetTimeoutError:
-            if _answers(ray.get_runtime_context().gcs_address):
-                answered = time.monotonic()
-            elif time.monotonic() - answered > _GONE_S:
-                raise ComputeError(
-                    "the Ray cluster's head no longer answers", fix=f"{_AGAIN}; start the cluster again, {_HERE}"
-                ) from None
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, WorkbenchError):
-                raise error.cause from None
-            if isinstance(error.cause, ImportError):
-                raise ComputeError(
-                    f"a Ray worker cannot import the workbench: {error.cause}",
-                    fix=f"install the same packages on every node, {_HERE}",
-                ) from error
-            raise
-        except ray.exceptions.RayError as error:
-            raise ComputeError(
-                f"Ray gave up on {_named(part.names)} (a task is tried {RETRIES + 1} times):"
-                f" {type(error).__name__}: {_first_line(error)}",
-                fix=f"{_AGAIN}; look for memory that ran out (fewer tasks at once: more --ray-cpus), {_HERE}",
-            ) from error
+def _take(driver: DriverProcess, part: Chosen) -> list[Result]:
+    """The results of the task that was submitted first, once they are there."""
+    what, *found = driver.ask("take")
+    if what == "taken":
+        results: list[Result] = pickle.loads(found[0])
+        return results
+    if what == "raised":
+        raise found[0]
+    if what == "unimportable":
+        raise ComputeError(
+            f"a Ray worker cannot import the workbench: {found[0]}",
+            fix=f"install the same packages on every node, {_HERE}",
+        )
+    if what == "gone":
+        server = "the Ray cluster's head" if found[0] == HEAD else "Ray's server on this node (raylet)"
+        raise ComputeError(f"{server} no longer answers", fix=f"{_AGAIN}; start the cluster again, {_HERE}")
+    if what == "gave up":
+        raise ComputeError(
+            f"Ray gave up on {_named(part.names)} (a task is tried {RETRIES + 1} times): {': '.join(found)}",
+            fix=f"{_AGAIN}; look for memory that ran out (fewer tasks at once: more --ray-cpus), {_HERE}",
+        )
+    raise RuntimeError(f"in a task of the Ray cluster:\n{found[0]}")
 
 
 def _named(names: Sequence[str]) -> str:
@@ -266,50 +237,10 @@ def _named(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN_NAMES]) + more
 
 
-def _answers(address: str) -> bool:
-    """Whether the cluster's head takes connections."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_POLL_S).close()
-    except OSError:
-        return False
-    return True
-
-
-def _import_ray() -> Any:
-    try:
-        import ray
-    except ImportError as error:
-        raise ConfigError(
-            f"compute=ray: Ray cannot be imported ({error})",
-            fix=f"pip install 'quantization-workbench[ray]', {_HERE}",
-        ) from error
-    return ray
-
-
-@contextlib.contextmanager
-def _own_signals() -> Iterator[None]:
-    """Ray puts its own SIGTERM handler in place, which exits with 15; afterwards the caller's is back."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, handler)
-
-
-@contextlib.contextmanager
-def _own_environment() -> Iterator[None]:
-    """What Ray sets for itself (RAY_AUTH_MODE) ends with it: a server that is started later would take it over."""
-    before = {key: value for key, value in os.environ.items() if key.startswith("RAY_")}
-    try:
-        yield
-    finally:
-        for key in [key for key in os.environ if key.startswith("RAY_")]:
-            del os.environ[key]
-        os.environ.update(before)
+def _no_ray(why: str) -> ConfigError:
+    return ConfigError(
+        f"compute=ray: Ray cannot be imported ({why})", fix=f"pip install 'quantization-workbench[ray]', {_HERE}"
+    )
 
 
 def _packages() -> tuple[tuple[str, str], ...]:
@@ -318,7 +249,3 @@ def _packages() -> tuple[tuple[str, str], ...]:
 
 def _processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
