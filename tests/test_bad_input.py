@@ -131,6 +131,31 @@ def test_a_nan_scale_is_invalid_before_a_server_starts_unless_allowed(nvfp4: Pat
     assert "allowed scale-nan" in allowed.stdout
 
 
+def test_a_copy_of_the_source_under_a_quantized_name_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The noise arm, which is to have the source's weights, and what is requantized at load are not."""
+    shutil.copytree(model_path(), tmp_path / "copy")
+    config = tmp_path / "copy" / "config.json"
+    config.write_text(config.read_text().replace("{", '{"transformers_version": "another",', 1))
+    given = [f"model.root={model_path()}", f"model.checkpoints.nvfp4.path={tmp_path / 'copy'}"]
+    judged = ["gate.margin_pp=none", "gate.weights=null", "gate.reported=[mxfp4_direct,source_again]"]
+    done = run(tmp_path, *MODEL, *given, *judged, "stages=[prepare,lint,gate,report]")
+    told = "Nothing was quantized in nvfp4: the weights are those of source."
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert told in " ".join(done.stdout.split())
+    folder = next((tmp_path / "reports" / "kimi_requant").iterdir())
+    verdict = records.read_json(records.Verdict, folder / "verdict.json")
+    assert [check.arm for check in verdict.checks if check.name == "weights unquantized"] == ["nvfp4"]
+    for file in ("report.html", "summary.md", "report.json", "junit.xml"):
+        assert told in (folder / file).read_text(), file
+    assert cli.main(["gate", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    assert told in printed
+    assert "  reported: nvfp4: weights unquantized: its checkpoint's weights are those of source, every" in printed
+    assert "policy: smoke, from config.yaml" in printed
+
+
 def test_an_unknown_override(tmp_path: Path) -> None:
     done = run(tmp_path, "engine.prot=1")
     assert done.returncode == 3

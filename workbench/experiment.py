@@ -107,6 +107,7 @@ def judge_files(files: RunFiles, policy: dict[str, Any], since: Path | None = No
         since=compare_with_baseline(run, read_baseline(since)) if since else None,
         judged=judged,
         policy_from=policy_from,
+        roles=files.roles(),
     )
     records.write_json(run / "verdict.json", verdict)
     records.write_text(run / "junit.xml", to_junit(verdict))

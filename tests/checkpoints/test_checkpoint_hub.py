@@ -110,9 +110,9 @@ def test_requests_and_bytes_are_counted_and_shown(server, model, capsys):
     assert hub.TRAFFIC.bytes == ranged + configs
     local = lint_checkpoint(model)
     assert local.value_bytes_read == local.value_bytes == report.value_bytes
-    assert report.value_bytes_read == 0  # and it says so
+    assert (report.value_bytes_read, report.weights) == (0, "")  # and it says so
     assert dataclasses.replace(report, checkpoint="", seconds=0) == dataclasses.replace(
-        local, checkpoint="", seconds=0, value_bytes_read=0
+        local, checkpoint="", seconds=0, value_bytes_read=0, weights=""
     )
     before = hub.TRAFFIC.requests
     assert cli.main(["lint", "hf://org/tiny"]) == cli.main(["lint", str(model)])
@@ -145,6 +145,7 @@ def test_the_fingerprint_reads_no_weights_and_tells_contents_apart(server, model
     with open_checkpoint("hf://org/tiny") as checkpoint:
         server.log.clear()
         first = checkpoint.fingerprint()
+        assert checkpoint.weights_digest() == ""
         assert server.log == []
     other = Path(shutil.copytree(model, tmp_path / "other"))
     shard = other / "model-00001-of-00002.safetensors"

@@ -124,6 +124,28 @@ def test_fingerprint_tells_values_names_and_config_apart(plain, modelopt, broken
         assert len({fingerprint, other.fingerprint(), source.fingerprint()}) == 3
 
 
+def test_the_weights_digest_is_of_the_weights_alone(plain, modelopt, broken, tmp_path):
+    with open_checkpoint(plain) as checkpoint, open_checkpoint(modelopt) as other:
+        digest = checkpoint.weights_digest()
+        assert len(digest) == 16
+        assert other.weights_digest() != digest
+    again = copy(plain, tmp_path)
+    config = json.loads((again / "config.json").read_text())
+    (again / "config.json").write_text(json.dumps({**config, "transformers_version": "another"}))
+    tensors = {name: tensor for shard in again.glob("*.safetensors") for name, tensor in load_file(shard).items()}
+    for file in (*again.glob("*.safetensors"), *again.glob("*.index.json")):
+        file.unlink()
+    save_file(tensors, again / "model.safetensors")  # other shards, another header
+    with open_checkpoint(again) as same, open_checkpoint(plain) as checkpoint:
+        assert same.weights_digest() == digest
+        assert same.fingerprint() != checkpoint.fingerprint()
+    name = next(name for name in tensors if name.endswith("proj.weight"))
+    for changed in (tensors[name] * 1.01, tensors[name].reshape(-1), tensors[name].float()):
+        save_file({**tensors, name: changed}, again / "model.safetensors")
+        with open_checkpoint(again, strict=False) as different:
+            assert different.weights_digest() != digest
+
+
 def test_hf_quant_config_alone_nested_or_flat_names_modelopt(modelopt, tmp_path):
     target = copy(modelopt, tmp_path)
     config = json.loads((target / "config.json").read_text())

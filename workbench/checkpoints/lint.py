@@ -122,6 +122,7 @@ def lint_checkpoint(
             scale_bytes_read=facts.scale_bytes_read,
             value_bytes=facts.value_bytes,
             value_bytes_read=facts.value_bytes_read,
+            weights=checkpoint.weights_digest(),
         )
 
 

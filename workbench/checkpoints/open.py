@@ -126,10 +126,25 @@ class Checkpoint:
             digest.update("".join(hashes[file] for file in sorted(hashes)).encode())
             return digest.hexdigest()[:16]
         for name in sorted(self.folder.tensors):
-            info = self.folder.tensors[name]
-            count = min(_SAMPLE_BYTES, info.nbytes)
-            digest.update(self.folder.load_bytes(info, (info.nbytes - count) // 2, count))
+            digest.update(self._sample(self.folder.tensors[name]))
         return digest.hexdigest()[:16]
+
+    def weights_digest(self) -> str:
+        """16 hex digits of a SHA-256 over every stored tensor's name, dtype, shape and 64 bytes from its middle: of the
+        weights alone, whatever config, shards and side files say. "" on the Hub, where each sample would be a request.
+        """
+        if self.folder.name.startswith("hf://"):
+            return ""
+        digest = hashlib.sha256()
+        for name in sorted(self.folder.tensors):
+            info = self.folder.tensors[name]
+            digest.update(f"{name} {info.dtype} {info.shape}\n".encode())
+            digest.update(self._sample(info))
+        return digest.hexdigest()[:16]
+
+    def _sample(self, info: StoredTensor) -> bytes:
+        count = min(_SAMPLE_BYTES, info.nbytes)
+        return self.folder.load_bytes(info, (info.nbytes - count) // 2, count)
 
     def total_bytes(self) -> int:
         """Bytes of all tensors as stored, each once."""

@@ -34,7 +34,7 @@ from workbench.gating.numerics import check_numerics
 from workbench.gating.policy import Policy, read_policy
 from workbench.gating.serving import check_serving
 from workbench.gating.thresholds import check_thresholds
-from workbench.gating.weights import check_equality, check_weights
+from workbench.gating.weights import UNQUANTIZED, check_equality, check_unquantized, check_weights
 from workbench.records import (
     Comparison,
     Evaluation,
@@ -65,6 +65,7 @@ def gate(
     since: Comparison | None = None,
     judged: Mapping[str, str] | None = None,
     policy_from: str = "",
+    roles: Mapping[str, str] | None = None,
 ) -> Verdict:
     """Judge a run. tensors: rows of tensors.parquet (mappings with the keys of `TensorRecord`, or a DataFrame).
 
@@ -74,16 +75,22 @@ def gate(
     arm lose (`Verdict.attributions`). evaluations None: they are not known; else a compared arm that they lack is
     invalid. since: the run's arms against themselves in the committed baseline. judged: digests of the files that all
     this was read from, for `Verdict.judged`; policy_from: where the policy was written, for `Verdict.policy_from`.
-    Raises ConfigError for a policy that is not understood, or that judges no answers beside such a baseline.
+    roles: by arm, "baseline", "noise" or its backend's kind, as far as they are known beside the comparison. Raises
+    ConfigError for a policy that is not understood, or that judges no answers beside such a baseline.
     """
     rules = policy if isinstance(policy, Policy) else read_policy(policy)
     evaluated, evaluations = evaluations is not None, evaluations or {}
     baseline = comparison.baseline if comparison is not None else ""
+    roles = dict(roles or {})
+    if comparison is not None:
+        roles |= {comparison.noise_arm: "noise", comparison.baseline: "baseline"}
     rows = _rows(tensors)
     checks: list[GateCheck] = []
     checks += check_lint(rules, lint)
     checks += check_weights(rules, None if tensors is None else rows)
     checks += check_equality(rules, equality or {})
+    original = baseline or next((arm for arm, role in roles.items() if role == "baseline"), "")
+    checks += check_unquantized(rules, original, roles, lint or {}, servers or {}, equality or {})
     checks += check_thresholds(rules, evaluations)
     checks += check_evaluations(rules, baseline, evaluations)
     if since is not None and not rules.margin_pp:
@@ -105,7 +112,7 @@ def gate(
     return Verdict(
         status=status,
         exit_code=EXIT_CODES[status],
-        headline=_headline(status, rules, checks),
+        headline=_headline(status, rules, checks) + _unquantized(rules, checks, original),
         policy=rules.name,
         policy_note=rules.whole_note,
         checks=tuple(checks),
@@ -139,6 +146,12 @@ def _headline(status: str, rules: Policy, checks: list[GateCheck]) -> str:
     more = f" (and {len(causes) - 1} more)" if len(causes) > 1 else ""
     about = f"{causes[0].arm}: " if causes[0].arm else ""
     return f"{word}: {about}{causes[0].name}{more}. {causes[0].reason}"
+
+
+def _unquantized(rules: Policy, checks: list[GateCheck], baseline: str) -> str:
+    """What the headline adds where a gated arm is the baseline under another name."""
+    arms = ", ".join(check.arm for check in checks if check.name == UNQUANTIZED and check.arm in rules.gated)
+    return f" Nothing was quantized in {arms}: the weights are those of {baseline}." if arms else ""
 
 
 def _passing(rules: Policy, checks: list[GateCheck]) -> str:

@@ -15,10 +15,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from workbench.gating.policy import Policy
-from workbench.records import GateCheck, TensorEquality
+from workbench.records import GateCheck, LintReport, ServerRecord, TensorEquality
 
 NAMED = 3
 """Tensors named in a reason; the rest are counted."""
+UNQUANTIZED = "weights unquantized"
 Row = Mapping[str, Any]
 
 
@@ -105,6 +106,52 @@ def check_equality(rules: Policy, equality: Mapping[str, TensorEquality]) -> lis
             )
         checks.append(_check(rules, "weights equal bytes", arm, status, reason, float(len(bad)), 0.0, "tensors"))
     return checks
+
+
+def check_unquantized(
+    rules: Policy,
+    baseline: str,
+    roles: Mapping[str, str],
+    lint: Mapping[str, LintReport],
+    servers: Mapping[str, ServerRecord],
+    equality: Mapping[str, TensorEquality],
+) -> list[GateCheck]:
+    """Arms whose checkpoint holds the baseline's own weights: told, never judged, since the numbers say what they say.
+
+    roles: of an arm, "noise" or its backend's kind. The noise arm is to have the same weights, and requantization at
+    load changes what it was given; neither is told.
+    """
+    checks = []
+    for arm in (*rules.gated, *rules.reported):
+        role = roles.get(arm) or (servers[arm].backend if arm in servers else "")
+        compared = equality.get(arm)
+        differs = compared is not None and bool(compared.differing or compared.missing)
+        if (
+            arm == baseline
+            or role in ("noise", "requant")
+            or differs
+            or not _same_weights(arm, baseline, lint, servers)
+        ):
+            continue
+        folders = {lint[of].checkpoint if of in lint else of for of in (arm, baseline)}
+        if (compared is not None and compared.compared) or len(folders) == 1:
+            reason = f"its checkpoint's weights are byte for byte those of {baseline}: nothing was quantized."
+        else:
+            reason = (
+                f"its checkpoint's weights are those of {baseline}, every tensor with the same name, type and shape, "
+                "and the same bytes where both were sampled: nothing was quantized."
+            )
+        tier = rules.tier("weights")
+        checks.append(GateCheck(name=UNQUANTIZED, arm=arm, status="reported", reason=reason, tier=tier))
+    return checks
+
+
+def _same_weights(arm: str, other: str, lint: Mapping[str, LintReport], servers: Mapping[str, ServerRecord]) -> bool:
+    """By the digests that lint took of the weights; where it took none, by the fingerprints of what was served."""
+    linted = [lint[of].weights if of in lint else "" for of in (arm, other)]
+    served = [servers[of].fingerprint if of in servers else "" for of in (arm, other)]
+    mine, its = linted if all(linted) else served
+    return bool(mine) and mine == its
 
 
 def _largest_magnitude(a: float, b: float) -> float:

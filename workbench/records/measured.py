@@ -34,7 +34,8 @@ class LintReport:
 
     scale_bytes: stored size of all block scales; scale_bytes_read: of those that were looked at. A fault in a single
     block scale can hide in the difference. value_bytes, value_bytes_read: the same of what can hold NaN, plain weights
-    and FP8 codes (0 in reports of before they were counted).
+    and FP8 codes (0 in reports of before they were counted). weights: 16 hex digits over every stored tensor's name,
+    dtype, shape and a sample of its bytes, by which two checkpoints of the same weights are known ("": not taken).
     """
 
     checkpoint: str
@@ -48,6 +49,7 @@ class LintReport:
     scale_bytes_read: int = 0
     value_bytes: int = 0
     value_bytes_read: int = 0
+    weights: str = ""
 
     @property
     def errors(self) -> tuple[LintFinding, ...]:

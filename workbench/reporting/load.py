@@ -136,6 +136,16 @@ class RunFiles:
         rest = [*self.servers, *self.evaluations, *self.lint, *self.numerics]
         return list(dict.fromkeys([*named, *rest]))
 
+    def roles(self) -> dict[str, str]:
+        """What the configuration makes of each arm: "baseline", "noise" or its backend's kind ("": it says none)."""
+        arms = self.settings.get("arms")
+        roles = {}
+        for name, arm in arms.items() if isinstance(arms, dict) else ():
+            backend = arm.get("backend") if isinstance(arm, dict) else None
+            roles[str(name)] = str(backend.get("kind") or "") if isinstance(backend, dict) else ""
+        named = {self.settings.get("noise_arm"): "noise", self.settings.get("baseline"): "baseline"}
+        return roles | {str(name): role for name, role in named.items() if name}
+
 
 def is_run(folder: Path) -> bool:
     """Whether `folder` holds any of a run's files."""
