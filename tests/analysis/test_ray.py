@@ -225,6 +225,18 @@ def test_a_worker_with_other_files_or_packages_is_refused(changed, error, words)
         cluster._opened(dataclasses.replace(orders, **changed))
 
 
+def test_servers_that_do_not_start_in_time_are_no_bug(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ray raises no more than an Exception then."""
+    _need_ray()
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    late = "import ray\ndef late(**options): raise Exception('The node timed out.')\nray.init = late\n"
+    monkeypatch.setattr(ray_process, "START", late + ray_process.START)
+    assert analyze(tmp_path / "out") == 3
+    assert capsys.readouterr().err.startswith("error: no Ray cluster could be started here: The node timed out.\n")
+
+
 def test_a_bug_keeps_its_traceback(
     workers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
