@@ -11,6 +11,8 @@ fits is what runs. A layer is asked twice, with few rows and with many, since ke
 
 Experts are not linear. One expert at a time is chosen by the routing, and its output compared with a model of it
 (gate, up, SiLU, down) under every combination of stored matrices and input rounding: a fit within tolerance, not bits.
+Their hidden values are rounded once more, and a last bit on the way there can move one over a boundary of the format,
+or a whole block's scale: a row in which that happened tells nothing, so the fit is of the best six rows of eight.
 
 Trade-off: 32 or 64 columns of a matrix are looked at, not all of it, and inputs are rounded by the reference kernels,
 from which a fast one may differ in a tie; hence the tolerances below.
@@ -34,6 +36,7 @@ from workbench.kernels.tables import E2M1_MAX, E4M3_MAX, MXFP4_BLOCK, NVFP4_BLOC
 ROWS = 8  # of seeded values; fewer than any kernel's small-batch limit
 LINEAR_FIT = 0.02  # relative error of a prediction that fits: 2**-8 of a bfloat16 output, and ties rounded otherwise
 EXPERT_FIT = 0.08  # the hidden values pass the same rounding again, and some fall on its other side
+EXPERT_ROWS = 6  # of ROWS, the best: where more than a quarter does not fit, the expert does not
 CLEAR = 1.5  # a fit is clear when the next one is this much worse
 EXACT = 1e-6  # and by no less than this: a float32 engine's products fit to the order of their sums, or fully
 MATCHES = ("exact", "fits", "rounded", "", "not", "scaled", "differs")  # from best to worst, by first word
@@ -197,7 +200,7 @@ def probe_expert(
             gate_y, up_y = ((x @ w.T).to(dtype) for w in (gate, up))
             hidden = (torch.nn.functional.silu(gate_y.float()).to(dtype) * up_y).float()
             down = parts.down.get(name, next(iter(parts.down.values())))
-            fits.append((_misfit(y, then.apply(hidden) @ down.T, any_factor=any_factor), name, rounding))
+            fits.append((_expert_misfit(y, then.apply(hidden) @ down.T, any_factor=any_factor), name, rounding))
     fits.sort(key=lambda fit: fit[0])
     residual, name, rounding = fits[0]
     enough = max(CLEAR * residual, EXACT)
@@ -365,17 +368,30 @@ def _identify(
     return best
 
 
-def _misfit(y: Tensor, predicted: Tensor, *, any_factor: bool = False) -> float:
-    """Relative root mean square error of a prediction; any_factor: after the factor that fits best."""
+def _misfit(y: Tensor, predicted: Tensor) -> float:
+    """Relative root mean square error of a prediction."""
     y, predicted = y.double(), predicted.double()
-    if any_factor:
-        factor = (y * predicted).sum() / predicted.square().sum().clamp(min=1e-300)
-        predicted = predicted * factor.clamp(min=0)
     power = float(y.square().sum())
     if power == 0:
         return 0.0 if float(predicted.square().sum()) == 0 else float("inf")
     misfit = float(((y - predicted).square().sum() / power).sqrt())
     return float("inf") if math.isnan(misfit) else misfit
+
+
+def _expert_misfit(y: Tensor, predicted: Tensor, *, any_factor: bool = False) -> float:
+    """The same of rows `[ROWS, H]`, each against its own power, over the EXPERT_ROWS that fit best; any_factor: after
+    the factor that fits best. A value that is no number anywhere is no fit."""
+    y, predicted = y.double(), predicted.double()
+    if not bool(y.isfinite().all() & predicted.isfinite().all()):
+        return float("inf")
+    power = y.square().sum(1)
+    if any_factor:
+        weight = torch.where(power > 0, 1 / power, 0).unsqueeze(1)
+        factor = (y * predicted * weight).sum() / (predicted.square() * weight).sum().clamp(min=1e-300)
+        predicted = predicted * factor.clamp(min=0)
+    error = (y - predicted).square().sum(1)
+    relative = torch.where(error > 0, error / power, 0)  # a dead row that should live: infinite
+    return float(relative.sort().values[:EXPERT_ROWS].mean().sqrt())
 
 
 def merge_facts(found: list[Facts], names: list[str]) -> Facts:
