@@ -160,13 +160,15 @@ def _passing(rules: Policy, checks: list[GateCheck]) -> str:
     unmeasured = [check.arm for check in checks if check.name == "weights" and check.arm in rules.gated]
     blind = f" Weights were not measured: {', '.join(unmeasured)}." if unmeasured else ""
     if not judged:
-        return f"Pass: {arms} pass every check of the policy that could be applied.{blind}"
+        passes = "passes" if len(rules.gated) == 1 else "pass"
+        return f"Pass: {arms} {passes} every check of the policy that could be applied.{blind}"
     undecided = sum(not counts(check) for check in checks)
     aside = f"; {undecided} supporting checks are undecided" if undecided else ""
     every = "every critical task" if undecided else "every task"
     worst = max(judged, key=lambda check: check.value - check.limit)
+    loses = "loses" if len(rules.gated) == 1 else "lose"
     return (
-        f"Pass: {arms} lose less than the margin on {every} "
+        f"Pass: {arms} {loses} less than the margin on {every} "
         f"(closest: {worst.arm} on {worst.name.split()[1]}, at most {worst.value:.2f} of {worst.limit:g} pp)"
         f"{aside}.{blind}"
     )
