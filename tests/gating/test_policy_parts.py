@@ -301,7 +301,7 @@ def test_a_threshold_is_judged_by_bounds_of_the_accuracy() -> None:
     assert status(45, 50) == "invalid"  # a threshold of 1,319 questions says nothing of 50
     assert gate(settings, comparison=None, evaluations={}).status == "invalid"
     verdict = gate(settings, comparison=None, evaluations=_scored(1100, 1319))
-    assert verdict.headline == "Pass: nvfp4 pass every check of the policy that could be applied."
+    assert verdict.headline == "Pass: nvfp4 passes every check of the policy that could be applied."
     assert "truly lost 5 pp" in verdict.checks[0].reason
 
 

@@ -100,5 +100,5 @@ def test_what_was_served_tells_where_nothing_was_linted_and_the_run_where_nothin
     roles = {"source": "baseline", "nvfp4": "emulation"}
     weights = {"name": "weights", "margin_pp": "none", "gated": ["nvfp4"]}
     verdict = gate(weights, comparison=None, lint=lint, roles=roles)
-    assert verdict.headline.startswith("Pass: nvfp4 pass every check")
+    assert verdict.headline.startswith("Pass: nvfp4 passes every check")
     assert verdict.headline.endswith("Nothing was quantized in nvfp4: the weights are those of source.")
