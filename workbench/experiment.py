@@ -74,7 +74,7 @@ def judge_files(files: RunFiles, policy: dict[str, Any], since: Path | None = No
     what is damaged.
     """
     from workbench.comparison import check_figures, check_sources, compare_with_baseline, read_baseline
-    from workbench.gating import gate, read_policy, to_junit
+    from workbench.gating import gate, read_policy, read_promised, to_junit
     from workbench.records.judged import evidence_digests
 
     run = files.run_dir
@@ -108,6 +108,7 @@ def judge_files(files: RunFiles, policy: dict[str, Any], since: Path | None = No
         judged=judged,
         policy_from=policy_from,
         roles=files.roles(),
+        promised=read_promised(files.settings, files.manifest.stage_seconds if files.manifest is not None else ()),
     )
     records.write_json(run / "verdict.json", verdict)
     records.write_text(run / "junit.xml", to_junit(verdict))

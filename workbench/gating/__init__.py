@@ -6,12 +6,14 @@ from .gate import gate
 from .history import append_history, read_history, trend_lines
 from .junit import to_junit
 from .policy import Policy, read_policy
+from .promised import Promised, read_promised
 from .step_summary import append_step_summary, to_step_summary
 from .thresholds import import_policy, is_foreign_policy
 
 __all__ = [
     "EXIT_CODES",
     "Policy",
+    "Promised",
     "append_history",
     "append_step_summary",
     "gate",
@@ -19,6 +21,7 @@ __all__ = [
     "is_foreign_policy",
     "read_history",
     "read_policy",
+    "read_promised",
     "to_junit",
     "to_step_summary",
     "trend_lines",

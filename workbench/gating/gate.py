@@ -32,6 +32,7 @@ from workbench.gating.evidence import check_compared, check_evaluations, check_l
 from workbench.gating.layers import Evidence
 from workbench.gating.numerics import check_numerics
 from workbench.gating.policy import Policy, read_policy
+from workbench.gating.promised import Promised, check_promised
 from workbench.gating.serving import check_serving
 from workbench.gating.thresholds import check_thresholds
 from workbench.gating.weights import UNQUANTIZED, check_equality, check_unquantized, check_weights
@@ -66,6 +67,7 @@ def gate(
     judged: Mapping[str, str] | None = None,
     policy_from: str = "",
     roles: Mapping[str, str] | None = None,
+    promised: Promised | None = None,
 ) -> Verdict:
     """Judge a run. tensors: rows of tensors.parquet (mappings with the keys of `TensorRecord`, or a DataFrame).
 
@@ -75,8 +77,9 @@ def gate(
     arm lose (`Verdict.attributions`). evaluations None: they are not known; else a compared arm that they lack is
     invalid. since: the run's arms against themselves in the committed baseline. judged: digests of the files that all
     this was read from, for `Verdict.judged`; policy_from: where the policy was written, for `Verdict.policy_from`.
-    roles: by arm, "baseline", "noise" or its backend's kind, as far as they are known beside the comparison. Raises
-    ConfigError for a policy that is not understood, or that judges no answers beside such a baseline.
+    roles: by arm, "baseline", "noise" or its backend's kind, as far as they are known beside the comparison. promised:
+    what the run set out to measure; None: not known. Raises ConfigError for a policy that is not understood, or that
+    judges no answers beside such a baseline.
     """
     rules = policy if isinstance(policy, Policy) else read_policy(policy)
     evaluated, evaluations = evaluations is not None, evaluations or {}
@@ -85,9 +88,10 @@ def gate(
     if comparison is not None:
         roles |= {comparison.noise_arm: "noise", comparison.baseline: "baseline"}
     rows = _rows(tensors)
+    promised = promised or Promised()
     checks: list[GateCheck] = []
     checks += check_lint(rules, lint)
-    checks += check_weights(rules, None if tensors is None else rows)
+    checks += check_weights(rules, None if tensors is None else rows, promised.weights)
     checks += check_equality(rules, equality or {})
     original = baseline or next((arm for arm, role in roles.items() if role == "baseline"), "")
     checks += check_unquantized(rules, original, roles, lint or {}, servers or {}, equality or {})
@@ -108,6 +112,8 @@ def gate(
             checks += check_since_baseline(rules, since, comparison, baseline)
     checks += check_serving(rules, baseline, servers or {}, evaluations, serving_cost)
     checks += check_numerics(rules, numerics or {})
+    if lint is not None:  # there is a run to speak of
+        checks += check_promised(rules, promised, comparison, lint, servers or {}, numerics or {})
     status = status_of(checks)
     return Verdict(
         status=status,

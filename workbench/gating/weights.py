@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from workbench.gating.policy import Policy
@@ -23,9 +23,9 @@ UNQUANTIZED = "weights unquantized"
 Row = Mapping[str, Any]
 
 
-def check_weights(rules: Policy, rows: list[Row] | None) -> list[GateCheck]:
+def check_weights(rules: Policy, rows: list[Row] | None, promised: Collection[str] = ()) -> list[GateCheck]:
     """One check for each limit of the policy and each gated or reported arm that has rows; one that has none, or not
-    all, is named. None: nothing is known of weights, and nothing said.
+    all, is named. None: nothing is known of weights, and nothing said. promised: arms whose weights the run measured.
     """
     if rows is None:
         return []
@@ -45,7 +45,7 @@ def check_weights(rules: Policy, rows: list[Row] | None) -> list[GateCheck]:
     measured = sorted({*sqnr, *correlation, *errors})
     for arm in (*rules.gated, *rules.reported):
         if asked := _unmeasured(rules, arm, sqnr, correlation, errors):
-            checks.append(_not_measured(rules, arm, asked, measured))
+            checks.append(_not_measured(rules, arm, asked, measured, arm in promised))
         if rules.min_sqnr_db is not None and arm in sqnr:
             checks.append(_at_least(rules, "weights sqnr", arm, sqnr[arm], rules.min_sqnr_db, "dB", "SQNR"))
         if rules.max_below_median_db is not None and arm in sqnr:
@@ -71,16 +71,21 @@ def _unmeasured(
     return [name for name, limit, figures in limits if limit is not None and arm not in figures]
 
 
-def _not_measured(rules: Policy, arm: str, asked: list[str], measured: list[str]) -> GateCheck:
-    """Where other arms were measured, or the policy's tiers name `weights`, an arm that was not is left open, by its
-    tier; else the run has no weights to look at (an endpoint's answers alone), which is said.
+def _not_measured(rules: Policy, arm: str, asked: list[str], measured: list[str], promised: bool) -> GateCheck:
+    """Where this or other arms were measured, or the policy's tiers name `weights`, an arm that was not is left open,
+    by its tier; else the run has no weights to look at (an endpoint's answers alone), which is said.
     """
     others = f" (measured: {', '.join(measured)})" if measured else ""
     reason = (
         f"not measured for {arm}: {', '.join(asked)} could not be applied{others}. An experiment whose analysis.pairs "
         "name the arm measures them; weights: null in the policy asks for none."
     )
-    demanded = bool(measured) or "weights" in rules.tiers
+    if promised:
+        reason = (
+            f"the run measured the weights of {arm}, but {', '.join(asked)} could not be applied{others}: "
+            "tensors.parquet is gone, or another's. Run its analyze stage again."
+        )
+    demanded = promised or bool(measured) or "weights" in rules.tiers
     status = rules.weigh("inconclusive", "weights") if arm in rules.gated and demanded else "reported"
     return GateCheck(name="weights", arm=arm, status=status, reason=reason, tier=rules.tier("weights"))
 

@@ -237,6 +237,8 @@ def _record(files: RunFiles, kind: type[T], path: Path, attribute: str, key: str
     name = str(path.relative_to(files.run_dir))
     try:
         record = from_json(kind, path.read_text(encoding="utf-8"))
+        if isinstance(record, ServerRecord | NumericsCard) and record.arm != key:
+            raise ValueError(f"it is about the arm {record.arm!r}, its place says {key!r}")
     except _UNREADABLE as error:
         files.problems.append(f"{name}: {error}")
         return None
