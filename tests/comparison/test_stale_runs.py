@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,24 @@ def _figure(key: str, value: Any) -> Callable[[Path], None]:
     return _edit(lambda content: content["tasks"][0].__setitem__(key, value))
 
 
+def _of_another_arm(run: Path) -> None:
+    """The figures of an arm that lost one less, with the flips of this one."""
+    evaluate(run.parent / "other", "source", {"gsm8k": table(*GOOD)[0]})
+    evaluate(run.parent / "other", "nvfp4", {"gsm8k": table(1201, 2, 4, 112)[1]})
+    assert cli.main(["compare", str(run.parent / "other")]) == 0
+    theirs = json.loads((run.parent / "other" / "comparison.json").read_text())["tasks"]
+
+    def take(content: dict[str, Any]) -> None:
+        for own, other in zip(content["tasks"], theirs, strict=True):
+            own.update({**other, "flips": own["flips"]})
+
+    _edit(take)(run)
+
+
+def _as_many_flips_the_other_way(run: Path) -> None:
+    _edit(lambda content: content["tasks"][0]["flips"][0].update(direction="gained"))(run)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -115,6 +134,15 @@ def _figure(key: str, value: Any) -> Callable[[Path], None]:
         (_figure("candidate_value", 0.1), "is not the difference of"),
         (_figure("loss_upper95_pp", -5.0), "lies outside its own bounds"),
         (_figure("loss_upper95_pp", None), "loss_upper95_pp is nan"),
+        (_figure("loss_upper95_pp", 0.1), "loss_upper95_pp is 0.1, the table gives 0.2985"),
+        (
+            _of_another_arm,
+            "tasks[0] (nvfp4 gsm8k strict exact_match): candidate_value is 0.9136 (1205 of 1319 right), "
+            "the scores of nvfp4 say 0.9128",
+        ),
+        (_edit(lambda content: content["tasks"][0]["flips"].pop()), "gained is 4, its flips hold 3 gained"),
+        (_as_many_flips_the_other_way, "lost is 3, its flips hold 2 lost"),
+        (_edit(lambda content: content["tasks"].pop(0)), "no row of nvfp4 gsm8k strict exact_match, which source and "),
     ],
 )
 def test_what_is_stale_or_does_not_add_up_is_to_be_compared_again(
@@ -128,6 +156,34 @@ def test_what_is_stale_or_does_not_add_up_is_to_be_compared_again(
     code = 1 if damage in (_again_elsewhere, _again_beside, _another_task) else 0
     assert cli.main(["compare", str(run)]) == code  # and that is the way out
     assert judge(run) == code
+
+
+def test_of_many_flips_the_known_number_is_kept(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for counts, kept in (((1000, 40, 60, 219), (25, 25)), ((1000, 10, 90, 219), (10, 40))):
+        for arm, right in zip(("source", "nvfp4"), table(*counts), strict=True):
+            evaluate(run, arm, {"gsm8k": right})
+        assert cli.main(["compare", str(run)]) == judge(run)
+        flips = json.loads((run / "comparison.json").read_text())["tasks"][0]["flips"]
+        assert tuple(sum(flip["direction"] == d for flip in flips) for d in ("lost", "gained")) == kept
+        _edit(lambda content: content["tasks"][0]["flips"].pop())(run)
+        capsys.readouterr()
+        assert judge(run) == 3
+        said = f"gained is {counts[2]}, of which {kept[1]} are kept, its flips hold {kept[1] - 1} gained"
+        assert said in capsys.readouterr().err
+
+
+def test_a_copied_arm_is_told_by_the_name_in_its_scores(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(run / "eval" / "nvfp4")
+    shutil.copytree(run / "eval" / "source", run / "eval" / "nvfp4")
+    said = f"{run}/eval/nvfp4/scores.json names the arm 'source', and stands for 'nvfp4'"
+    two = ["compare", *(str(run / "eval" / arm) for arm in ("source", "nvfp4"))]
+    for command in (["compare", str(run)], two, ["gate", str(run), "--gated", "nvfp4", "--policy", "default"]):
+        capsys.readouterr()
+        assert cli.main(command) == 3
+        assert said in capsys.readouterr().err
+    assert not (run / "verdict.json").exists()
+    (run / "comparison.json").unlink()
+    assert judge(run) != 0
 
 
 def test_an_arm_without_scores_is_invalid(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,6 +224,7 @@ def test_a_committed_baseline_that_lacks_what_is_judged_is_no_pass(
 ) -> None:
     path = tmp_path / "baseline.json"
     assert judge(run, "--baseline", str(path), "--update-baseline") == 0
+    assert "did not pass" not in capsys.readouterr().out
     assert judge(run, "--baseline", str(path)) == 0
     stored = json.loads(path.read_text())
     source, nvfp4 = stored["arms"]["source"], stored["arms"]["nvfp4"]
@@ -214,3 +271,20 @@ def test_the_arms_of_a_run_are_judged_as_two_folders_are(
         assert all(line in of_one for line in said)
         assert {check["arm"] for check in json.loads(out.read_text())["verdict"]["checks"]} == {"nvfp4"}
     assert cli.main(["compare", str(run), "--policy", "nope"]) == 3
+
+
+def test_a_baseline_of_a_run_that_lost_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, base = tmp_path / "run", tmp_path / "base.json"
+    for arm, right in zip(("source", "nvfp4"), table(*BAD), strict=True):
+        evaluate(run, arm, {"gsm8k": right})
+    assert cli.main(["compare", str(run)]) == 1
+    assert judge(run, "--baseline", str(base), "--update-baseline") == 1
+    assert "did not pass: its verdict is REGRESSION" in capsys.readouterr().out
+    assert base.is_file()
+
+
+def test_a_baseline_that_lies_within_the_run_can_be_read(run: Path, tmp_path: Path) -> None:
+    assert judge(run, "--baseline", str(tmp_path / "base.json"), "--update-baseline") == 0
+    (tmp_path / "base.json").rename(run / "base.json")
+    for _ in range(2):
+        assert judge(run, "--baseline", str(run / "base.json")) == 0

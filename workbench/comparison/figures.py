@@ -119,6 +119,12 @@ def compare_graded(base: TaskScore, base_items: Items, other: TaskScore, other_i
     )
 
 
+def kept_flips(lost: int, gained: int) -> tuple[int, int]:
+    """How many of a row's losses and gains its record keeps, MAX_FLIPS in all."""
+    kept = min(lost, max(MAX_FLIPS // 2, MAX_FLIPS - gained))
+    return kept, min(gained, MAX_FLIPS - kept)
+
+
 def check_paired(base: TaskScore, base_items: Items, other: TaskScore, other_items: Items) -> None:
     """Both arms answered the same documents, asked in the same way. Raises ComparisonError naming the first that
     differs.
@@ -226,9 +232,7 @@ def _flips(base: TaskScore, pairs: list[tuple[Key, Item, Item]]) -> tuple[Flip, 
     """At most MAX_FLIPS, lost ones first; neither direction crowds the other out."""
     lost = [pair for pair in pairs if pair[1].correct and not pair[2].correct]
     gained = [pair for pair in pairs if pair[2].correct and not pair[1].correct]
-    kept_lost = max(MAX_FLIPS // 2, MAX_FLIPS - len(gained))
-    lost = lost[:kept_lost]
-    gained = gained[: MAX_FLIPS - len(lost)]
+    kept_lost, kept_gained = kept_flips(len(lost), len(gained))
     return tuple(
         Flip(
             task=key[0],
@@ -240,7 +244,7 @@ def _flips(base: TaskScore, pairs: list[tuple[Key, Item, Item]]) -> tuple[Flip, 
             baseline_answer=_shorten(a.answer),
             candidate_answer=_shorten(b.answer),
         )
-        for direction, chosen in (("lost", lost), ("gained", gained))
+        for direction, chosen in (("lost", lost[:kept_lost]), ("gained", gained[:kept_gained]))
         for key, a, b in chosen
     )
 

@@ -45,14 +45,28 @@ class Item:
 
 
 def read_evaluation(run_dir: Path, arm: str) -> Evaluation:
-    """`eval/<arm>/scores.json`. Raises ComparisonError when it is missing or unreadable."""
+    """`eval/<arm>/scores.json`. Raises ComparisonError when it is missing, unreadable or another arm's."""
     path = run_dir / "eval" / arm / "scores.json"
     if not path.is_file():
         raise ComparisonError(f"arm {arm!r} has no evaluation: {path} does not exist", fix="evaluate this arm first")
     try:
-        return read_json(Evaluation, path)
+        evaluation = read_json(Evaluation, path)
     except (ValueError, TypeError, KeyError) as error:
         raise ComparisonError(f"{path} is not an evaluation: {error}", fix="evaluate this arm again") from error
+    check_arm(path, arm, evaluation)
+    return evaluation
+
+
+def check_arm(path: Path, arm: str, evaluation: Evaluation) -> None:
+    """Refuse a scores.json that lies in one arm's folder and is another's, as a copied folder's is. Raises
+    ComparisonError naming both.
+    """
+    for named in (evaluation.arm, *(score.arm for score in evaluation.scores)):
+        if named != arm:
+            raise ComparisonError(
+                f"{path} names the arm {named!r}, and stands for {arm!r}: a copied or renamed folder",
+                fix=f"evaluate {arm} again, or delete its folder",
+            )
 
 
 def digest(path: Path) -> str:

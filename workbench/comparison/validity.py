@@ -12,22 +12,27 @@ import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from workbench.comparison.figures import kept_flips
 from workbench.comparison.pair import EvaluatedArm, check_apart
-from workbench.comparison.samples import digest
+from workbench.comparison.samples import check_arm, digest
 from workbench.errors import OutputError
 from workbench.records import Comparison, Evaluation, TaskComparison
-from workbench.statistics import mcnemar_exact
+from workbench.statistics import loss_interval, loss_upper_bound, mcnemar_exact
 
 _CLOSE = 1e-6
 """Largest difference between a stored figure and the one that its table gives (pp, or a proportion)."""
+_BOUND_CLOSE_PP = 1e-3
+"""The same for the loss's bounds, which are roots that a solver finds."""
 
 
 def check_sources(run_dir: Path, comparison: Comparison, evaluations: Mapping[str, Evaluation]) -> None:
     """Refuse a comparison of other answers than those that the arms' scores.json name and that lie here.
 
     evaluations: the run's, by arm. A compared arm without one is the gate's to judge. Raises OutputError, and
-    ComparisonError for two arms of one file.
+    ComparisonError for two arms of one file and for an arm's scores.json that is another arm's.
     """
+    for arm, evaluation in evaluations.items():
+        check_arm(run_dir / "eval" / arm / "scores.json", arm, evaluation)
     again = _again(run_dir, comparison)
     record = run_dir / "comparison.json"
     compared = {arm: evaluations[arm] for arm in _arms(comparison) if arm in evaluations}
@@ -52,11 +57,16 @@ def check_sources(run_dir: Path, comparison: Comparison, evaluations: Mapping[st
 
 
 def check_figures(run_dir: Path, comparison: Comparison, evaluations: Mapping[str, Evaluation]) -> None:
-    """Refuse figures that no paired table gives, or of another number of items than were scored. Raises OutputError."""
+    """Refuse figures that no paired table gives, or other ones than the row's flips and the arms' scores say, and a
+    comparison that lacks a row of what was scored. Raises OutputError.
+    """
+    record = run_dir / "comparison.json"
+    for lacking in _missing_rows(comparison, evaluations):
+        raise OutputError(f"{record} is damaged: {lacking}", fix=_again(run_dir, comparison))
     for place, row in enumerate(comparison.tasks):
-        for problem in (*_table_problems(row), *_score_problems(row, evaluations)):
+        for problem in (*_table_problems(row), *_score_problems(row, evaluations), *_flip_problems(row)):
             raise OutputError(
-                f"{run_dir / 'comparison.json'} is damaged: tasks[{place}] ({row.candidate} {row.task} {row.filter} "
+                f"{record} is damaged: tasks[{place}] ({row.candidate} {row.task} {row.filter} "
                 f"{row.metric}): {problem}",
                 fix=_again(run_dir, comparison),
             )
@@ -96,11 +106,50 @@ def _table_problems(row: TaskComparison) -> Iterator[str]:
             yield f"{name} is {getattr(row, name)}, the table gives {right / row.n:.4f} ({table})"
     if abs(row.p_loss - (expected := mcnemar_exact(row.lost, row.gained, "greater"))) > _CLOSE:
         yield f"p_loss is {row.p_loss}, the table gives {expected:.3g} ({table})"
+    low, high = loss_interval(row.lost, row.gained, row.n)
+    upper = loss_upper_bound(row.lost, row.gained, row.n)
+    for name, bound in (("loss_low_pp", low), ("loss_high_pp", high), ("loss_upper95_pp", upper)):
+        if abs(getattr(row, name) - 100.0 * bound) > _BOUND_CLOSE_PP:
+            yield f"{name} is {getattr(row, name)}, the table gives {100.0 * bound:.4f} ({table})"
 
 
 def _score_problems(row: TaskComparison, evaluations: Mapping[str, Evaluation]) -> Iterator[str]:
-    for arm in (row.baseline, row.candidate):
+    """The right answers of both sides against those of scores.json, which has them as a proportion."""
+    sides = (("baseline", row.both + row.lost), ("candidate", row.both + row.gained))
+    for side, right in sides:
+        arm = getattr(row, side)
         for score in evaluations[arm].scores if arm in evaluations else ():
-            same = (score.task, score.filter, score.metric) == (row.task, row.filter, row.metric)
-            if same and score.n != row.n:
+            if (score.task, score.filter, score.metric) != (row.task, row.filter, row.metric):
+                continue
+            if score.n != row.n:
                 yield f"n is {row.n}, the scores of {arm} say {score.n}"
+            elif not abs(score.value * score.n - right) < 0.5:
+                yield (
+                    f"{side}_value is {getattr(row, f'{side}_value'):.4f} ({right} of {row.n} right), the scores of "
+                    f"{arm} say {score.value:.4f}"
+                )
+
+
+def _flip_problems(row: TaskComparison) -> Iterator[str]:
+    """The counts of flips against the flips themselves; of many, a known number is kept."""
+    for direction, kept in zip(("lost", "gained"), kept_flips(row.lost, row.gained), strict=True):
+        count = getattr(row, direction)
+        listed = sum(flip.direction == direction for flip in row.flips)
+        if listed != kept:
+            of_it = f", of which {kept} are kept" if kept != count else ""
+            yield f"{direction} is {count}{of_it}, its flips hold {listed} {direction}"
+
+
+def _missing_rows(comparison: Comparison, evaluations: Mapping[str, Evaluation]) -> Iterator[str]:
+    """What a compared arm and the baseline were both scored on, and no row speaks of."""
+    held = {(row.candidate, row.task, row.filter, row.metric) for row in comparison.tasks}
+    held |= {(row.candidate, row.task, row.filter, row.metric) for row in comparison.graded}
+    of_baseline = _lines(evaluations.get(comparison.baseline))
+    for arm in _arms(comparison):
+        for line in _lines(evaluations.get(arm)) if arm != comparison.baseline else ():
+            if line in of_baseline and (arm, *line) not in held:
+                yield f"it holds no row of {arm} {' '.join(line)}, which {comparison.baseline} and {arm} were scored on"
+
+
+def _lines(evaluation: Evaluation | None) -> list[tuple[str, str, str]]:
+    return [(score.task, score.filter, score.metric) for score in evaluation.scores] if evaluation else []
