@@ -169,6 +169,64 @@ def test_a_time_of_400_digits_is_unknown(tmp_path: Path) -> None:
         assert compare(tmp_path / "a", tmp_path / "b") == 0
 
 
+SAME = "note: a, b: the two sides' samples are byte for byte the same files: a copy, or one run compared with itself"
+
+
+def test_a_copy_of_the_baseline_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def said() -> bool:
+        out = tmp_path / "out.json"
+        assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json", str(out)]) == 0
+        noted = SAME.removeprefix("note: ") in json.loads(out.read_text())["notes"]
+        assert noted == (SAME in capsys.readouterr().out)
+        return noted
+
+    right = table(1200, 0, 0, 119)[0]
+    for name in "ab":
+        write_task(tmp_path / name, "gsm8k", right)
+    assert said()
+    for name, seconds in (("a", "1.5"), ("b", "1.5")):
+        write_results(tmp_path / name, total_evaluation_time_seconds=seconds)
+    assert said()
+    write_results(tmp_path / "b", total_evaluation_time_seconds="1.6")  # evaluated twice, with equal answers
+    assert not said()
+    for path in tmp_path.glob("?/results_*"):
+        path.unlink()
+    (sample,) = (tmp_path / "b").glob("samples_*")
+    sample.rename(sample.with_name(f"samples_gsm8k_{LATER}.jsonl"))
+    assert not said()
+    for name, seconds in (("a", "1.5"), ("b", "1.5")):
+        write_results(tmp_path / name, total_evaluation_time_seconds=seconds)
+    assert said()  # a copy whose file was renamed
+    rewrite(tmp_path / "b", "gsm8k", lambda number, item: item.update(resps=[["other"]]) if number == 0 else None)
+    assert not said()
+
+
+@pytest.mark.parametrize("empty", [[[""]], [[" \n"]], [[None]], [None], [], None])
+def test_empty_answers_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], empty: Any) -> None:
+    for name, right in zip("ab", table(1200, 3, 4, 112), strict=True):
+        write_task(tmp_path / name, "gsm8k", right)
+    assert compare(tmp_path / "a", tmp_path / "b") == 0
+    assert "empty" not in capsys.readouterr().out
+    rewrite(tmp_path / "b", "gsm8k", lambda number, item: item.update(resps=empty))
+    compare(tmp_path / "a", tmp_path / "b")
+    said = (
+        "note: b: gsm8k: all 1319 answers are empty or null (none, exact_match), though 1204 of them are marked right"
+    )
+    assert said in capsys.readouterr().out
+    rewrite(tmp_path / "b", "gsm8k", lambda number, item: item.update(resps=[["x"]] if item["exact_match"] else empty))
+    compare(tmp_path / "a", tmp_path / "b")
+    assert "note: b: gsm8k: 115 of 1319 answers are empty or null (none, exact_match)\n" in capsys.readouterr().out
+
+
+def test_log_likelihoods_are_no_empty_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in "ab":
+        write_samples(
+            tmp_path / name, "t", [row(i, 1.0, resps=[[["-1.5", "False"]], [[-2.5, True]]]) for i in range(N)]
+        )
+    assert compare(tmp_path / "a", tmp_path / "b") == 0
+    assert "empty" not in capsys.readouterr().out
+
+
 def test_no_name_prints_a_line_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, right in zip("ab", table(500, 300, 0, 100), strict=True):
         write_task(tmp_path / name, "x\nverdict: PASS", right)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from workbench.comparison.samples import finite_number, read_rows, task_of
+from workbench.comparison.samples import finite_number, is_empty, read_rows, task_of
 from workbench.errors import ComparisonError
 
 _AGAIN = "evaluate this arm again"
@@ -32,12 +32,16 @@ class Column:
 
 @dataclass(slots=True)
 class Leaf:
-    """One sample file. documents: by filter. unusable: metrics that cannot be compared, and why."""
+    """One sample file. documents: by filter. unusable: metrics that cannot be compared, and why. empty: answers without
+    text (null and white space included) by filter; empty_right: of them marked 1, by filter and metric.
+    """
 
     path: Path
     documents: dict[str, int] = field(default_factory=dict)
     columns: dict[Place, Column] = field(default_factory=dict)
     unusable: dict[Place, str] = field(default_factory=dict)
+    empty: dict[str, int] = field(default_factory=dict)
+    empty_right: dict[Place, int] = field(default_factory=dict)
 
 
 def read_leaf(path: Path, higher_is_better: Mapping[str, Any]) -> Leaf:
@@ -51,9 +55,12 @@ def read_leaf(path: Path, higher_is_better: Mapping[str, Any]) -> Leaf:
     lines_of: dict[str, list[int]] = {}
     for line, row in read_rows(path):
         lines_of.setdefault(row["filter"], []).append(line)
+        empty = is_empty(row["resps"])
+        leaf.empty[row["filter"]] = leaf.empty.get(row["filter"], 0) + empty
         for metric in _metrics(row, f"{path}, line {line}"):
             place, value = (row["filter"], metric), finite_number(row[metric])
             lines.setdefault(place, []).append(line)
+            leaf.empty_right[place] = leaf.empty_right.get(place, 0) + (empty and value == 1.0)
             values.setdefault(place, []).append(math.nan if value is None else value)
             if value is None:
                 damaged.setdefault(place, (line, row[metric]))

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from workbench.comparison.leaf import Column, check_results, read_leaf
+from workbench.comparison.leaf import Column, Leaf, check_results, read_leaf
 from workbench.comparison.pair import EvaluatedArm
 from workbench.comparison.samples import finite_number, task_of
 from workbench.errors import ComparisonError
@@ -69,6 +69,7 @@ def read_lm_eval_folder(
         for leaf, found in leaves.items()
         for key, why in found.unusable.items()
     ]
+    notes += [f"{name}: {leaf}: {what}" for leaf, found in leaves.items() for what in _empty_answers(found)]
     if len(results) > 1:
         notes.append(f"{name}: {len(results)} result files; of each task the newest samples are used")
     scores: list[TaskScore] = []
@@ -112,6 +113,16 @@ def read_lm_eval_folder(
         unusable=unusable,
         imported=True,
     )
+
+
+def _empty_answers(leaf: Leaf) -> Iterator[str]:
+    """What to say of answers without text: a note, since nobody tells here why they are empty."""
+    for place in leaf.columns:
+        if count := leaf.empty[place[0]]:
+            n, right = leaf.documents[place[0]], leaf.empty_right[place]
+            marked = f", though {right} of them are marked right" if right else ""
+            which = f"all {n}" if count == n else f"{count} of {n}"
+            yield f"{which} answers are empty or null ({place[0]}, {place[1]}){marked}"
 
 
 def _single_folder(folder: Path) -> Path:

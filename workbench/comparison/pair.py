@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from workbench.comparison.figures import compare_graded, compare_items
-from workbench.comparison.samples import Item, Key, digest, read_evaluation, read_items
+from workbench.comparison.samples import Item, Key, digest, read_evaluation, read_items, task_of
 from workbench.errors import ComparisonError
 from workbench.records import Comparison, Evaluation, GradedComparison, TaskComparison, TaskScore
 
@@ -100,6 +100,11 @@ def compare_evaluated(reference: EvaluatedArm, others: list[EvaluatedArm], noise
     notes = [*reference.notes]
     for other in others:
         notes += [*other.notes, *_check_same_lines(reference, other)]
+        if _hold_one_evaluation(reference, other):
+            notes.append(
+                f"{reference.name}, {other.name}: the two sides' samples are byte for byte the same files: a copy, or "
+                "one run compared with itself"
+            )
     found = _Collected()
     arms = [other.name for other in others]
     for score in reference.evaluation.scores:
@@ -149,6 +154,42 @@ def compare_evaluated(reference: EvaluatedArm, others: list[EvaluatedArm], noise
         graded=tuple(found.graded),
         notes=tuple(dict.fromkeys(notes)),
         unpaired={other.name: missing for other in others if (missing := _unpaired(reference, other))},
+    )
+
+
+def _hold_one_evaluation(a: EvaluatedArm, b: EvaluatedArm) -> bool:
+    """Whether both sides' samples are the same bytes and nothing beside them tells two evaluations apart.
+
+    A model that answers the same twice leaves equal samples too, but another result file and journal, and another time
+    in the names where there is neither.
+    """
+    ours, theirs = _sample_files(a), _sample_files(b)
+    if not ours or not all(path.is_file() for path in (*ours, *theirs)):
+        return False
+    if not _same_bytes({task_of(path): path for path in ours}, {task_of(path): path for path in theirs}):
+        return False
+    ours_beside, theirs_beside = ({digest(path) for path in _files_beside(files)} for files in (ours, theirs))
+    if ours_beside and theirs_beside:
+        return ours_beside == theirs_beside
+    return {path.name for path in ours} == {path.name for path in theirs}
+
+
+def _sample_files(arm: EvaluatedArm) -> list[Path]:
+    names = {name for score in (*arm.evaluation.scores, *arm.graded) for name in score.samples.split(";")}
+    return [arm.root / name for name in sorted(names)]
+
+
+def _files_beside(samples: list[Path]) -> list[Path]:
+    """lm-eval's result files, which hold times, and our own journals of requests, which hold latencies."""
+    folders = {path.parent for path in samples}
+    names = ("results_*.json", "requests_*.jsonl")
+    return [path for folder in folders for name in names for path in folder.glob(name) if path.is_file()]
+
+
+def _same_bytes(ours: Mapping[str, Path], theirs: Mapping[str, Path]) -> bool:
+    return ours.keys() == theirs.keys() and all(
+        path.stat().st_size == theirs[key].stat().st_size and digest(path) == digest(theirs[key])
+        for key, path in ours.items()
     )
 
 

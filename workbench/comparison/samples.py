@@ -155,6 +155,16 @@ def finite_number(value: Any) -> float | None:
     return number if abs(number) < 1e100 else None
 
 
+def is_empty(responses: Any) -> bool:
+    """Whether a row's first answer is null, white space or not there; a log-likelihood is an answer."""
+    first = responses
+    while isinstance(first, list):
+        if not first:
+            return True
+        first = first[0]
+    return first is None or (isinstance(first, str) and not first.strip())
+
+
 def _item(row: dict[str, Any], metric: str, graded: bool, where: str) -> Item:
     value = finite_number(row.get(metric))
     found = str(row.get(metric))[:40]
