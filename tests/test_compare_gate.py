@@ -251,6 +251,22 @@ def test_a_gate_does_not_write_over_the_run(
     assert cli.main(["gate", str(copy), "--gated", "nvfp4", flag, str(copy / "comparison.json"), *more]) == 3
     assert "lies within" in capsys.readouterr().err
     assert (copy / "comparison.json").read_bytes() == before
+    assert cli.main(["gate", str(copy), "--gated", "nvfp4", flag, str(copy / "new.json"), *more]) == 3
+    assert f"write elsewhere, such as {tmp_path / 'new.json'}\n" in capsys.readouterr().err
+    assert not (copy / "new.json").exists()
+
+
+def test_an_invalid_run_makes_no_baseline(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy, base = tmp_path / "run", tmp_path / "base.json"
+    shutil.copytree(run, copy)
+    (copy / "lint" / "nvfp4.json").unlink()
+    gate = ["gate", str(copy), "--gated", "nvfp4", "--baseline", str(base), "--update-baseline"]
+    for before in (None, b"{}"):
+        if before is not None:
+            base.write_bytes(before)
+        assert cli.main(gate) == 2
+        assert f"INVALID, which makes no baseline; {base} is as it was" in capsys.readouterr().err
+        assert (base.read_bytes() if base.exists() else None) == before
 
 
 @pytest.mark.parametrize(

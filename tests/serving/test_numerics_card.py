@@ -185,6 +185,14 @@ def test_the_gate_calls_a_gated_arm_invalid_that_ran_something_else(checkpoint, 
     assert check_numerics(advisory, {"a": wrong})[0].status == "reported"
     nothing = NumericsCard(arm="a", backend="emulation", engine_version="", device="", verdict="no card: x", error="x")
     assert check_numerics(read_policy(policy), {"a": nothing})[0].status == "inconclusive"
+    for verdict in ("", " "):
+        mute = dataclasses.replace(nothing, verdict=verdict, error="the probe timed out")
+        assert check_numerics(read_policy(policy), {"a": mute})[0].reason.endswith(": the probe timed out.")
+        found = dataclasses.replace(wrong, verdict=verdict)
+        assert "weight-only" in check_numerics(read_policy(policy), {"a": found})[0].reason
+        assert (
+            len(check_numerics(read_policy(policy), {"b": dataclasses.replace(right, verdict=verdict)})[0].reason) > 9
+        )
 
 
 def test_the_report_shows_the_cards_and_names_what_is_not_as_asked(checkpoint, tmp_path):

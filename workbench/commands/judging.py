@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.commands.arguments import Commands, Parser, add_command, to_path, to_text
 from workbench.commands.paths import check_file
+from workbench.entry import complain
 from workbench.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -164,9 +165,8 @@ def gate(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--baseline {arguments.baseline} does not exist", fix="make it once with --update-baseline")
     for flag in ("baseline", "history", "json"):
         path = getattr(arguments, flag)
-        if path:
-            taken = path.is_file() or path.resolve().parent != arguments.run.resolve()
-            check_file(f"--{flag}", path, arguments.run if taken else None)
+        if path and (flag != "baseline" or arguments.update_baseline):
+            check_file(f"--{flag}", path, arguments.run)
     if arguments.history:
         read_history(arguments.history)  # a damaged one is refused before anything is judged or written
     asked = _policy(arguments.policy) if arguments.policy else None  # one that cannot be read is refused first
@@ -192,14 +192,23 @@ def gate(arguments: argparse.Namespace) -> int:
         append_history(arguments.history, verdict, comparison, run=arguments.run.resolve().name, when=when)
         trend = trend_lines(read_history(arguments.history))
     append_step_summary(to_step_summary(verdict, comparison, trend))  # only where $GITHUB_STEP_SUMMARY is set
-    if arguments.update_baseline:
+    if arguments.update_baseline and verdict.status != "invalid":
         arms = [comparison.baseline] if comparison else []
         arms += [arm for arm in policy["gated"] if arm not in arms]
         write_baseline(arguments.baseline, make_baseline(arguments.run, arms))
         print(f"wrote the baseline {arguments.baseline}: {', '.join(arms)}")
+        if verdict.status != "pass":
+            print(f"warning: the baseline is of a run that did not pass: its verdict is {verdict.status.upper()}")
     for line in trend:
         print(one_line(f"trend: {line}"))
-    return _say_verdict(verdict)
+    code = _say_verdict(verdict)
+    if arguments.update_baseline and verdict.status == "invalid":
+        complain(
+            "--update-baseline: the run's verdict is INVALID, which makes no baseline;"
+            f" {arguments.baseline} is as it was",
+            "mend what the verdict names, or take another run",
+        )
+    return code
 
 
 def _own_policy(files: RunFiles) -> tuple[dict[str, Any], str]:

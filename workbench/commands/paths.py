@@ -50,4 +50,12 @@ def _check_apart(flag: str, path: Path, inputs: tuple[Path | str | None, ...]) -
     for given in inputs:
         if given is not None and os.path.exists(given) and path.resolve().is_relative_to(Path(given).resolve()):
             where = "is" if path.resolve() == Path(given).resolve() else "lies within"
-            raise OutputError(f"{flag} {path} {where} {given}, which the command reads", fix="write elsewhere")
+            raise OutputError(
+                f"{flag} {path} {where} {given}, which the command reads", fix=f"write elsewhere{_beside(path, given)}"
+            )
+
+
+def _beside(path: Path, given: Path | str) -> str:
+    """A place outside of a folder that is read, as an example."""
+    folder = Path(given).resolve()
+    return f", such as {folder.parent / path.name}" if folder.is_dir() and path.resolve() != folder else ""

@@ -16,7 +16,7 @@ def check_numerics(rules: Policy, cards: Mapping[str, NumericsCard]) -> list[Gat
     checks = []
     for arm, card in cards.items():
         status = "pass" if card.as_asked else "inconclusive" if card.error else "invalid"
-        reason = card.verdict
+        reason = card.verdict.strip() or _without_verdict(card)
         if len(card.findings) > 1:
             reason += f". All: {' | '.join(card.findings)}"
         checks.append(
@@ -32,3 +32,10 @@ def check_numerics(rules: Policy, cards: Mapping[str, NumericsCard]) -> list[Gat
             )
         )
     return checks
+
+
+def _without_verdict(card: NumericsCard) -> str:
+    """What a card says whose one line was left empty."""
+    if error := card.error.strip():
+        return f"no numerics were recorded: {error}"
+    return next((line for line in card.findings if line.strip()), "its card gives no verdict in words")
