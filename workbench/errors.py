@@ -7,6 +7,7 @@ Every message says what is wrong, where (tensor, file, key), why, and how to get
 from __future__ import annotations
 
 import errno
+import os
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _WAYS_OUT = {
@@ -70,9 +71,26 @@ class OutputError(WorkbenchError):
         return cls(f"could not write {path}: {reason}", fix=write_fix(error))
 
 
-def write_fix(error: Exception) -> str:
+def write_fix(error: BaseException) -> str:
     """What to do about a file that could not be written. safetensors has errors of its own, which end in the number."""
     number = getattr(error, "errno", None)
     if number is None and str(error).endswith(")"):
         number = int(digits) if (digits := str(error).rpartition("os error ")[2].rstrip(")")).isdecimal() else None
     return _WAYS_OUT.get(number or 0, "choose another output folder, where files can be written")
+
+
+def full_disk(error: BaseException) -> BaseException | None:
+    """The error that says a disk or quota is full: this one, or one that it was raised from; None where none does.
+    Libraries wrap it in errors of their own, some without the number.
+    """
+    seen: list[BaseException] = []
+    found: BaseException | None = error
+    while found is not None and found not in seen:
+        seen.append(found)
+        text = str(found)
+        if getattr(found, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(
+            os.strerror(number) in text for number in (errno.ENOSPC, errno.EDQUOT)
+        ):
+            return found
+        found = found.__cause__ or found.__context__
+    return None

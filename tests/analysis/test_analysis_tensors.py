@@ -15,7 +15,7 @@ from workbench.analysis.algebra import measure_matrix
 from workbench.analysis.journal import Journal
 from workbench.analysis.tensors import ArmPair, analyze_weights, read_frame, write_frame
 from workbench.checkpoints import open_checkpoint
-from workbench.errors import CheckpointError, ConfigError
+from workbench.errors import CheckpointError, ConfigError, OutputError
 from workbench.formats import quantize
 from workbench.records import TensorRecord
 
@@ -170,3 +170,20 @@ def test_each_arm_is_read_once_and_one_matrix_ahead(trio: Trio, monkeypatch: pyt
         if what == "read":  # at most the next one: the one before the previous is done
             done = {n for kind_, n in events[:index] if kind_ == "done"}
             assert names.index(name) - len(done) <= 1
+
+
+def test_a_journal_on_a_full_disk_names_its_file(tmp_path: Path) -> None:
+    """Closing writes what is still buffered once more, and must not hide where it was to go."""
+    path = tmp_path / "rows.jsonl"
+
+    def fill(*, by_adding: bool) -> None:
+        with Journal.open(path, {}) as journal:
+            journal._stream = open("/dev/full", "ab")  # noqa: SIM115 - the journal closes it
+            if by_adding:
+                journal.add("w", [])
+            journal._stream.write(b"x")
+
+    for by_adding in (True, False):
+        with pytest.raises(OutputError, match="No space left") as caught:
+            fill(by_adding=by_adding)
+        assert str(path) in caught.value.message

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import json
 import os
 from pathlib import Path
@@ -10,7 +12,8 @@ from typing import Any
 import pytest
 from workbench.mini_models.problems import mmlu_pro_problems
 
-from workbench.errors import ConfigError, EvaluationError
+from workbench.errors import ConfigError, EvaluationError, OutputError
+from workbench.evaluation._journal import Answer, Journal
 from workbench.evaluation.spec import check_tasks, dump_spec, load_spec, task_spec
 from workbench.evaluation.tasks import build_tasks, write_mini_documents
 
@@ -283,3 +286,32 @@ def test_sampling_settings_must_be_possible() -> None:
     for bad in ({"repeats": 0}, {"repeats": 4}, {"temperature": -1}, {"top_p": 1.5}, {"temperature": True}):
         with pytest.raises(ConfigError, match=next(iter(bad))):
             task_spec({**good, **bad})
+
+
+def test_a_full_disk_is_no_fault_of_the_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`datasets` wraps it in an error of its own."""
+
+    def full(*_: Any) -> Any:
+        try:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise RuntimeError("An error occurred while generating the dataset") from error
+
+    monkeypatch.setattr("workbench.evaluation.tasks._task", full)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    with pytest.raises(OutputError) as caught:
+        build_tasks((_spec("gsm8k", "mini"),), tmp_path)
+    assert f"could not be written to {tmp_path / 'cache'}: the disk is full" in caught.value.message
+    assert "free space" in caught.value.fix
+
+
+def test_a_journal_on_a_full_disk_names_its_file(tmp_path: Path) -> None:
+    path = tmp_path / ".journal.jsonl"
+    journal = Journal(path, "x")
+    journal._stream.close()
+    journal._stream = open("/dev/full", "a")  # noqa: SIM115 - the journal closes it
+    answer = Answer(**dict.fromkeys((field.name for field in dataclasses.fields(Answer)), ()))
+    for write in (lambda: journal.add(answer), journal.close):
+        with pytest.raises(OutputError, match="No space left") as caught:
+            write()
+        assert str(path) in caught.value.message

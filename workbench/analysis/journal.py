@@ -9,6 +9,7 @@ key: everything that the rows depend on (fingerprints, rules, seed). `path` None
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from types import TracebackType
@@ -78,8 +79,13 @@ class Journal:
         return self._entry(name)["extra"]
 
     def close(self) -> None:
-        if self._stream is not None:
+        """Raises OutputError where what is still buffered cannot be written."""
+        if self._stream is None:
+            return
+        try:
             self._stream.close()
+        except OSError as error:
+            raise OutputError.of(self._path, error) from error
 
     def __enter__(self) -> Journal:
         return self
@@ -87,7 +93,8 @@ class Journal:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        with contextlib.suppress(*() if value is None else (OutputError,)):  # the first error says more
+            self.close()
 
     def _entry(self, name: str) -> dict[str, Any]:
         if name in self._kept:

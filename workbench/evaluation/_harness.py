@@ -17,7 +17,7 @@ import threading
 from pathlib import Path
 from typing import Any, TextIO
 
-from workbench.errors import EvaluationError, WorkbenchError
+from workbench.errors import EvaluationError, WorkbenchError, full_disk, write_fix
 from workbench.evaluation._requests import request_rows, write_requests
 from workbench.evaluation.spec import load_spec
 from workbench.records import Transport, write_json
@@ -38,6 +38,11 @@ def main(arguments: list[str]) -> int:
         import traceback
 
         traceback.print_exc()
+        if (full := full_disk(error)) is not None:
+            where = getattr(full, "filename", None) or Path(arguments[0]).parent
+            message = f"lm-eval could not write to {where}: the disk is full"
+            _emit(events, {"error": message, "fix": write_fix(full)})
+            return 1
         message = f"lm-eval failed: {type(error).__name__}: {error}"
         _emit(events, {"error": message, "fix": "the traceback stands in harness.log"})
         return 1

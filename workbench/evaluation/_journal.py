@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from workbench.errors import OutputError
 from workbench.records import json_text, write_text
 
 FSYNC_S = 1.0
@@ -78,22 +79,29 @@ class Journal:
             os.truncate(path, len(whole))  # in place: a kill here loses nothing
         else:
             write_text(path, header + "\n")
-        self._stream = path.open("a", encoding="utf-8")
+        self._path, self._stream = path, path.open("a", encoding="utf-8")
         self._synced = time.monotonic()
 
     def add(self, answer: Answer) -> None:
-        """Append one answer. Constant cost, however many there are."""
+        """Append one answer. Constant cost, however many there are. Raises OutputError naming the file."""
         self.answers[answer.key] = answer
-        self._stream.write(json_text(dataclasses.asdict(answer)) + "\n")
-        self._stream.flush()
-        if time.monotonic() - self._synced >= FSYNC_S:
-            self._sync()
+        try:
+            self._stream.write(json_text(dataclasses.asdict(answer)) + "\n")
+            self._stream.flush()
+            if time.monotonic() - self._synced >= FSYNC_S:
+                self._sync()
+        except OSError as error:
+            raise OutputError.of(self._path, error) from error
 
     def close(self) -> None:
-        """Force all lines to disk. The journal takes no more answers afterwards."""
-        if not self._stream.closed:
-            self._sync()
-            self._stream.close()
+        """Force all lines to disk. The journal takes no more answers afterwards. Raises OutputError naming the file."""
+        if self._stream.closed:
+            return
+        try:
+            with self._stream:
+                self._sync()
+        except OSError as error:
+            raise OutputError.of(self._path, error) from error
 
     def _sync(self) -> None:
         os.fsync(self._stream.fileno())

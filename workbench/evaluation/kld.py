@@ -41,7 +41,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from workbench.errors import EvaluationError
+from workbench.errors import EvaluationError, OutputError, full_disk
 from workbench.evaluation._intervals import LEAST, ratio_interval
 from workbench.evaluation._journal import encode_payload
 from workbench.evaluation._logprob_file import (
@@ -114,19 +114,24 @@ def collect_logprobs(
         if not done:
             write_text(path, header + "\n")
         todo = [i for i in range(len(bodies)) if i not in done]
-        with path.open("a", encoding="utf-8") as stream:
+        try:
+            with path.open("a", encoding="utf-8") as stream:
 
-            def keep(place: int, positions: list[Position], seconds: float, attempts: int) -> None:
-                done.add(todo[place])
-                stream.write(window_line(todo[place], positions))
-                stream.flush()
-                if progress is not None:
-                    progress(len(done), len(bodies))
+                def keep(place: int, positions: list[Position], seconds: float, attempts: int) -> None:
+                    done.add(todo[place])
+                    stream.write(window_line(todo[place], positions))
+                    stream.flush()
+                    if progress is not None:
+                        progress(len(done), len(bodies))
 
-            def read(place: int, answer: dict[str, Any]) -> list[Position]:
-                return read_echo(answer, windows[todo[place]], k, todo[place])
+                def read(place: int, answer: dict[str, Any]) -> list[Position]:
+                    return read_echo(answer, windows[todo[place]], k, todo[place])
 
-            transport.ask([bodies[i] for i in todo], read, keep)
+                transport.ask([bodies[i] for i in todo], read, keep)
+        except OSError as error:
+            if full_disk(error) is None:
+                raise
+            raise OutputError.of(path, error) from error
 
 
 def kl_divergence(reference: Path, arm: Path, *, floor_nats: float = FLOAT32_FLOOR_NATS) -> Divergence:

@@ -151,7 +151,11 @@ def evaluate(
         except OSError as error:
             raise OutputError.of(error.filename or out_dir, error) from error
         write_text(request_file, json.dumps(request, indent=2) + "\n")
-        result = run_harness(command, harness_environment(tasks, partial), log, arm, progress, watch, failed)
+        try:
+            result = run_harness(command, harness_environment(tasks, partial), log, arm, progress, watch, failed)
+        except BaseException:
+            shutil.rmtree(partial / "cache", ignore_errors=True)  # it may have filled the disk, and is made anew
+            raise
 
         folder = _single_folder(partial / "output", arm)
         seconds = time.monotonic() - started

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workbench.errors import EvaluationError
+from workbench.errors import EvaluationError, OutputError, WorkbenchError, full_disk, write_fix
 from workbench.evaluation._mini import write_mini_documents
 from workbench.evaluation.spec import MINI, TaskSpec
 
@@ -101,7 +101,7 @@ def _build(spec: TaskSpec, data_dir: Path) -> list[Any]:
     config = _own_config(spec, data_dir)
     try:
         return [_task(config, spec)]
-    except EvaluationError:
+    except WorkbenchError:
         raise
     except Exception as error:
         raise _unloadable(spec, config.get("dataset_path"), error) from error
@@ -261,7 +261,14 @@ def _seeded(process: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return process_seeded
 
 
-def _unloadable(spec: TaskSpec, source: Any, error: Exception) -> EvaluationError:
+def _unloadable(spec: TaskSpec, source: Any, error: Exception) -> WorkbenchError:
+    if (full := full_disk(error)) is not None:
+        import datasets
+
+        where = getattr(full, "filename", None) or datasets.config.HF_DATASETS_CACHE
+        return OutputError(
+            f"task {spec.name!r}: its documents could not be written to {where}: the disk is full", fix=write_fix(full)
+        )
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
     return EvaluationError(
         f"task {spec.name!r}: its documents could not be loaded from {source!r} ({reason})",
