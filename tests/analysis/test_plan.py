@@ -163,3 +163,22 @@ def test_a_measured_plan_beats_the_best_uniform_choice_on_text_it_was_not_chosen
     difference = found.differences[0]
     assert difference.first_bits == pytest.approx(plan.bits)
     assert difference.high < 0, difference
+
+
+def test_a_budget_that_broken_matrices_break_names_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = {f"model.layers.{i}.mlp.experts.{e}.down_proj": torch.randn(16, 64) for i in range(2) for e in range(3)}
+    rows["model.layers.1.mlp.experts.2.down_proj"][3, 5] = float("nan")
+    source = tmp_path / "nan"
+    write_checkpoint(source, {f"{m}.weight": w.bfloat16() for m, w in rows.items()})
+    arguments = ["plan", str(source), "--bits", "4.5", "--out", str(tmp_path / "p.yaml")]
+    assert main(arguments) == 3
+    printed = capsys.readouterr().err
+    assert "model.layers.1.mlp.experts.2.down_proj.weight holds NaN or infinity" in printed
+    assert "--exclude NAME" in printed
+    assert not (tmp_path / "p.yaml").exists()
+    assert main([*arguments, "--exclude", "model.layers.1.mlp.experts.2.down_proj.weight"]) == 0
+    recipe = read_recipe(str(tmp_path / "p.yaml"))
+    result = quantize_checkpoint(source, tmp_path / "q", dialect="compressed_tensors", recipe=recipe)
+    assert len(result.quantized) == 5
+    assert main([*arguments[:3], "16", *arguments[4:]]) == 2
+    assert "stays as it is" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tiny_checkpoints import tiny_tensors, write_checkpoint
 
 from workbench.checkpoints import open_checkpoint
 from workbench.checkpoints.convert import check_request, quantize_checkpoint
+from workbench.checkpoints.lint import lint_checkpoint
 from workbench.errors import ConfigError, FormatError
 from workbench.formats import quantize
 
@@ -91,3 +93,25 @@ def test_a_block_that_no_format_has_is_refused_before_a_calibration_starts(block
 def test_counts_below_one_are_refused(plain, tmp_path, option, value):
     with pytest.raises(ConfigError, match=f"{option} is {value}"):
         quantize_checkpoint(plain, tmp_path / "q", **NVFP4, **{option: value})
+
+
+@pytest.mark.parametrize("target", [NVFP4, {"format": "mxfp4", "dialect": "quark"}], ids=lambda t: t["format"])
+def test_scales_that_lint_will_reject_are_told_when_they_are_written(tmp_path, target):
+    source = odd(tmp_path / "source", **{GATE: (torch.ones(32, 64) * 1e30).bfloat16()})
+    result = quantize_checkpoint(source, tmp_path / "q", **target)
+    (warning,) = [w for w in result.warnings if "global-scale-range" in w]
+    rejected = {name for f in lint_checkpoint(result.path).findings if f.severity == "error" for name in f.tensors}
+    assert GATE in rejected
+    assert f"{len(rejected)} tensors" in warning
+    sound = quantize_checkpoint(odd(tmp_path / "sound"), tmp_path / "q2", **target)
+    assert not [w for w in sound.warnings if "lint" in w]
+
+
+def test_a_source_that_lint_rejects_by_its_headers_is_told(tmp_path):
+    source = odd(tmp_path / "source", **{GATE: torch.ones(16, 64).bfloat16()})
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"n_routed_experts": -3}))
+    warnings = [w for w in quantize_checkpoint(source, tmp_path / "q", **NVFP4).warnings if "lint rejects" in w]
+    assert len(warnings) == 2
+    assert "config-conflict: config.json: n_routed_experts is -3" in warnings[0]
+    assert "shape-conflict" in warnings[1]

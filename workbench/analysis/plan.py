@@ -35,6 +35,7 @@ from .moments import expected_power, moment_for
 
 KEEP = "keep"
 FORMATS = ("mxfp4", "nvfp4", "fp8_channel", KEEP)
+_NAMED = 5  # tensors that a message names
 _GAP, _SOLVER_S = 1e-6, 120.0
 NOISE, DIVERGENCE = "output noise", "KL divergence, nats"
 
@@ -127,7 +128,7 @@ def plan_bits(
             faults=faults,
             progress=progress,
         )
-    chosen = choose_formats(units, bits)
+    chosen = choose_formats(units, bits, faults)
     weights = sum(unit.weights for unit in units)
     noise = sum(unit.noise[chosen[unit.name]] for unit in units)
     uniform = _uniform(units)
@@ -192,10 +193,10 @@ def measure_units(
     return [sums[name].unit(name) for name in units]
 
 
-def choose_formats(units: Sequence[Unit], bits: float) -> dict[str, str]:
+def choose_formats(units: Sequence[Unit], bits: float, faults: Sequence[Fault] = ()) -> dict[str, str]:
     """The format of each unit: least noise within `bits` a weight, as a multiple-choice knapsack (SciPy's HiGHS).
 
-    Raises ConfigError where the fewest bits are too many.
+    Raises ConfigError where the fewest bits are too many, with the `faults` that keep units unquantized.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
@@ -203,7 +204,7 @@ def choose_formats(units: Sequence[Unit], bits: float) -> dict[str, str]:
     weights = sum(unit.weights for unit in units)
     least = sum(min(unit.bits.values()) for unit in units) / weights
     if least > bits * (1 + 1e-12):
-        raise ConfigError(f"a budget of {bits} bits a weight", fix=f"these formats take at least {least:.3f}")
+        raise _too_few(bits, least, faults)
     options = [(place, unit, f) for place, unit in enumerate(units) for f in unit.bits]
     noise = np.array([unit.noise[f] for _, unit, f in options])
     cost = np.array([unit.bits[f] for _, unit, f in options]) / weights
@@ -219,6 +220,19 @@ def choose_formats(units: Sequence[Unit], bits: float) -> dict[str, str]:
     if found.x is None:
         raise ConfigError(f"no plan was found within {_SOLVER_S} s: {found.message}", fix="plan by --granularity layer")
     return {unit.name: f for (_, unit, f), taken in zip(options, found.x, strict=True) if taken > 0.5}
+
+
+def _too_few(bits: float, least: float, faults: Sequence[Fault]) -> ConfigError:
+    fix = f"these formats take at least {least:.3f}"
+    if not faults:
+        return ConfigError(f"a budget of {bits} bits a weight", fix=fix)
+    of = {fault.tensor: fault.message for fault in faults}
+    named = "; ".join(f"{tensor} {message}" for tensor, message in list(of.items())[:_NAMED])
+    return ConfigError(
+        f"a budget of {bits} bits a weight: what shares a format with {len(of)} matrices that cannot be rounded"
+        f" stays as it is ({named}{'; ...' if len(of) > _NAMED else ''})",
+        fix=f"repair the source, or leave them out (--exclude NAME); else {fix}",
+    )
 
 
 def write_recipe(path: Path, plan: Plan) -> None:

@@ -32,6 +32,7 @@ from .calibration import ACTIVATION_MAX, resolve_input_scales
 from .card import Card, write_card
 from .dialects import DIALECTS, Dialect, Written, get_dialect
 from .files import CONFIG_FILES, check_path
+from .lint import doubts
 from .open import Checkpoint, open_checkpoint, resolve_path
 from .recipe import DENSE_FORMATS, KEEP, Recipe, Rule, combine
 from .selection import Plan, Step, make_plan
@@ -129,6 +130,7 @@ def quantize_checkpoint(
         clear_leftovers(target, unfinished=not resume)
         check_destination(target, overwrite=overwrite)
         plan = make_plan(checkpoint, whole, writer_dialect)
+        plan.warnings += doubts(checkpoint)
         input_scales: dict[str, float] = {}
         if input_amax is not None:
             input_scales, notes = resolve_input_scales(plan.quantized(), input_amax, shared=shared_globals)
@@ -409,6 +411,13 @@ def _outcome_warnings(outcomes: Sequence[Outcome]) -> Iterator[str]:
     dead = [o for o in outcomes if o.action == "quantize" and 0 < o.power <= o.error]
     if dead:
         yield f"nothing is left of {len(dead)} tensors: their error is as large as they are (first: {dead[0].name})"
+    doubted = [o for o in outcomes if o.doubt]
+    if doubted:
+        more = f", {doubted[1].name}" if len(doubted) > 1 else ""
+        yield (
+            f"lint will reject the scales of {len(doubted)} tensors (global-scale-range): {doubted[0].doubt}"
+            f" ({doubted[0].name}{more}{', ...' if len(doubted) > 2 else ''})"
+        )
     cast = [o for o in outcomes if o.cast]
     if cast:
         yield f"{len(cast)} tensors were carried from mxfp4 to nvfp4 by their codes, without rounding"

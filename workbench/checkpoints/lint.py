@@ -126,6 +126,12 @@ def lint_checkpoint(
         )
 
 
+def doubts(checkpoint: Checkpoint) -> list[str]:
+    """Errors that config and shapes alone show, in a sentence each, for whoever is about to convert the checkpoint."""
+    found = [*check_config_values(checkpoint), *check_shape_conflict(checkpoint)]
+    return [f"lint rejects the source: {f.check}: {f.message}" for f in found if f.severity == "error"]
+
+
 def _check_structure(checkpoint: Checkpoint, tensor_parallel: Sequence[int]) -> Iterator[LintFinding]:
     yield from found_while_opening(checkpoint)
     yield from check_config_values(checkpoint)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from workbench.formats import get_format
+import torch
+
+from workbench.formats import QuantizedTensor, get_format
 from workbench.kernels.elements import ELEMENTS
 from workbench.records import LintFinding
 
@@ -157,6 +159,19 @@ def check_global_scale_range(facts: Sequence[ScaleFacts]) -> Iterator[LintFindin
             tiny,
             "compare with the source weights (`workbench analyze`)",
         )
+
+
+def scale_doubt(q: QuantizedTensor) -> str:
+    """What check_global_scale_range would reject of one tensor, "" for nothing."""
+    factor = 1.0 if q.global_scale is None else float(q.global_scale.max())
+    if q.global_scale is not None and not bool((q.global_scale.isfinite() & (q.global_scale > 0)).all()):
+        return f"the global scale is {factor}"
+    if not q.block_scales.numel():
+        return ""
+    highest = q.block_scales.max() if q.block_scales.dtype == torch.uint8 else q.block_scales.float().max()
+    largest = 2.0 ** (int(highest) - 127) if q.block_scales.dtype == torch.uint8 else float(highest)
+    implied = ELEMENTS[get_format(q.format).element].max * largest * factor
+    return f"the scales imply weights up to {implied:.3g}" if implied > PLAUSIBLE_AMAX[1] else ""
 
 
 def check_input_scale(facts: Sequence[ScaleFacts], checkpoint: Checkpoint) -> Iterator[LintFinding]:

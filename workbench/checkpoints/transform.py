@@ -21,6 +21,7 @@ from workbench.formats import QuantizedTensor, get_format, global_scale, mxfp4_t
 from workbench.kernels.tables import E8M0_NAN, ScaleRule
 
 from .dialects import Dialect
+from .lint_scales import scale_doubt
 from .names import fusion_group
 from .open import Checkpoint, Entry
 from .selection import Step
@@ -52,7 +53,7 @@ class Outcome:
     kind: its projection, for statistics. power, error: sums of w^2 and of (w - stored)^2 in float64, of a quantized
     tensor; changed: how many of its values differ. cast: carried from mxfp4 to nvfp4 instead of rounded. block: (rows,
     columns) where the format leaves them open. input_scale, zero_points: whether they are stored. fault: what was wrong
-    with a source that was decoded, or kept, all the same.
+    with a source that was decoded, or kept, all the same. doubt: what lint will reject of its written scales.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Outcome:
     input_scale: bool = False
     zero_points: bool = False
     fault: str = ""
+    doubt: str = ""
 
 
 def make_units(steps: list[Step], dialect: Dialect, *, shared: bool) -> list[Unit]:
@@ -157,6 +159,7 @@ class Transform:
             block=q.block,
             input_scale=q.input_scale is not None,
             zero_points=q.zero_points is not None,
+            doubt="" if copied else scale_doubt(q),
         )
         return q, outcome
 

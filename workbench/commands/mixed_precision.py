@@ -124,12 +124,17 @@ def plan(arguments: argparse.Namespace) -> int:
     """0: planned; 2: planned, but some matrices could not have every format (they are named)."""
     from workbench import records
     from workbench.analysis.plan import plan_bits, write_recipe
+    from workbench.checkpoints import open_checkpoint
+    from workbench.checkpoints.lint import doubts
     from workbench.progress import Progress
 
     check_file("--out", arguments.out, arguments.source, arguments.activations, arguments.sensitivity)
     if arguments.json:
         check_file("--json", arguments.json, arguments.source, arguments.activations, arguments.out)
     check_input("--activations", arguments.activations)
+    with open_checkpoint(arguments.source) as checkpoint:
+        for warning in doubts(checkpoint):
+            print(f"warning: {warning}", flush=True)  # before the minutes that planning takes
     found = plan_bits(
         source=arguments.source,
         bits=arguments.bits,
@@ -152,6 +157,8 @@ def plan(arguments: argparse.Namespace) -> int:
         counts[choice.format] = counts.get(choice.format, 0) + choice.weights
     print("weights by format: " + ", ".join(f"{count} {name}" for name, count in sorted(counts.items())))
     print_faults(found.faults)
+    if found.faults:
+        print("what shares a format with them has only the formats that all of it takes, or stays as it is")
     print(f"wrote {arguments.out}")
     return 2 if found.faults else 0
 
