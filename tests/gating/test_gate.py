@@ -382,7 +382,7 @@ def test_junit_has_one_case_a_check_and_is_not_green_unless_passed() -> None:
     assert tags["gate.requant", "accuracy sums strict"] == ["error", "system-out"]
     assert tags["gate.direct", "accuracy sums strict"] == ["skipped", "system-out"]
     assert (root.attrib["failures"], root.attrib["errors"], root.attrib["skipped"]) == ("1", "2", "2")
-    assert tags["gate.run", "evaluation strictly"] == ["skipped", "system-out"]  # the policy's margin for no task of the run
+    assert tags["gate.run", "evaluation strictly"] == ["skipped", "system-out"]  # its margin is of no task here
     assert "<scale>" in cases[0].find("error").attrib["message"]  # type: ignore[union-attr]
     properties = {p.attrib["name"]: p.attrib["value"] for p in root.findall(".//property")}
     assert properties["verdict"] == "invalid"

@@ -255,6 +255,16 @@ def test_what_is_no_run_folder_is_refused_and_left_alone(tmp_path: Path) -> None
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["checkpoint", "config.json", "empty"]
 
 
+def test_notes_of_the_comparison_stand_on_both_pages(small_run: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(small_run, run_dir)
+    comparison = json.loads((run_dir / "comparison.json").read_text())
+    comparison["notes"] = ["all 40 answers are empty <b>or null</b>"]
+    (run_dir / "comparison.json").write_text(json.dumps(comparison))
+    assert "<li>all 40 answers are empty &lt;b&gt;or null&lt;/b&gt;</li>" in build_report(run_dir).read_text()
+    assert "- all 40 answers are empty" in (run_dir / "summary.md").read_text()
+
+
 def test_very_many_flips_are_cut_to_the_limit(small_run: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(small_run, run_dir)
