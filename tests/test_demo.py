@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import signal
@@ -223,6 +224,10 @@ def test_an_arm_broken_on_purpose_is_not_passed_and_named(
 def test_the_policy_that_passes_the_model_fails_an_arm_with_swapped_nibbles(finished: Path, tmp_path: Path) -> None:
     override = damaged(finished, tmp_path, broken.swap_nibbles)
     path = begun(finished, tmp_path, override, answered=("source", "nvfp4_to_mxfp4"))
+    # The other arm keeps the intact checkpoint's answers, as if the damaged one had given them: lint and server agree.
+    server = path / "server" / "nvfp4_to_mxfp4.json"
+    served = records.read_json(records.ServerRecord, server)
+    records.write_json(server, dataclasses.replace(served, checkpoint=str(tmp_path / "broken")))
     done = run(tmp_path, override, "resume=latest")
     assert done.returncode == 1, done.stdout + done.stderr
     verdict = records.read_json(records.Verdict, path / "verdict.json")
