@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-import torch
-
 from workbench.formats import QuantizedTensor, get_format
 from workbench.kernels.elements import ELEMENTS
 from workbench.records import LintFinding
 
 from .lint_facts import Facts, ScaleFacts
 from .lint_findings import entry_finding
+from .lint_reads import scan_tensor
 from .match import is_plain_name, matches_any
 from .open import Checkpoint
 
@@ -166,11 +165,7 @@ def scale_doubt(q: QuantizedTensor) -> str:
     factor = 1.0 if q.global_scale is None else float(q.global_scale.max())
     if q.global_scale is not None and not bool((q.global_scale.isfinite() & (q.global_scale > 0)).all()):
         return f"the global scale is {factor}"
-    if not q.block_scales.numel():
-        return ""
-    highest = q.block_scales.max() if q.block_scales.dtype == torch.uint8 else q.block_scales.float().max()
-    largest = 2.0 ** (int(highest) - 127) if q.block_scales.dtype == torch.uint8 else float(highest)
-    implied = ELEMENTS[get_format(q.format).element].max * largest * factor
+    implied = _largest_value(q.format, scan_tensor(q.block_scales).largest, factor)
     return f"the scales imply weights up to {implied:.3g}" if implied > PLAUSIBLE_AMAX[1] else ""
 
 
@@ -255,7 +250,11 @@ def _is_e4m3(f: ScaleFacts) -> bool:
 def _implied_amax(f: ScaleFacts, *, inverted: bool = False) -> float:
     """The largest weight that the scales can make."""
     factor = 1.0 if f.global_scale is None else f.global_scale
-    return ELEMENTS[get_format(f.entry.format).element].max * f.scan.largest * (1 / factor if inverted else factor)
+    return _largest_value(f.entry.format, f.scan.largest, 1 / factor if inverted else factor)
+
+
+def _largest_value(format: str, largest_scale: float, factor: float) -> float:
+    return ELEMENTS[get_format(format).element].max * largest_scale * factor
 
 
 def _is_inverted(f: ScaleFacts) -> bool:
