@@ -287,6 +287,7 @@ def test_servers_of_others_have_a_ratio_on_one_host_only(
     [
         ([], "no arm is named"),
         (["--arm", "a=x", "--input", "8"], "lacks output_tokens"),
+        ("--arm a=x --input 8 --output 4 --concurrency 1 2 3 --prompts 5 6".split(), "give prompts once, or 3 times"),
         (["--arm", "a=x,speed=2"], "unknown 'speed'"),
         (["--arm", "a=x", "--arm", "a=y"], "told apart"),
         (["--arm", "a=x", "--margin", "2"], "margin of 2.0"),
@@ -313,6 +314,10 @@ def test_the_command_writes_the_record_and_prints_the_tables(
     printed = capsys.readouterr().out
     assert "| b | 9.00 | 3.00 | 0.50 | 1.50 | 1.00 |" in printed
     assert "warm-up, a, 8 in, 4 out" in printed
+    two = ["--input", "8", "--output", "4", "--concurrency", "2", "3", "--prompts", "5", "6"]
+    assert cli.main(["bench", "serve", *arms, *two, "--repeat", "1", "--out", str(tmp_path / "two")]) == 0
+    cost = from_json(ServingCost, (tmp_path / "two" / "serving_cost.json").read_text())
+    assert cost.loads == (LOAD, ServingLoad(input_tokens=8, output_tokens=4, concurrency=3, prompts=6))
 
 
 def answered(folder: Path, settings: Settings) -> None:

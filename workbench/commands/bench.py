@@ -142,10 +142,12 @@ def _serve_options(parser: Parser) -> None:
         "--exclude", action="append", type=to_text, default=[], metavar="GLOB", help="of --requant: stays as it is"
     )
     parser.add_argument("--preset", default="small", choices=["small", "published", "requant"])
-    parser.add_argument("--input", type=whole(1, MOST_TOKENS), metavar="TOKENS", help="a load of one's own, all four:")
-    parser.add_argument("--output", type=whole(1, MOST_TOKENS), metavar="TOKENS")
-    parser.add_argument("--concurrency", type=whole(1, MOST))
-    parser.add_argument("--prompts", type=whole(1, MOST))
+    tokens, count = whole(1, MOST_TOKENS), whole(1, MOST)
+    own = "a load of one's own, all four; several: as many numbers, or one for all"
+    parser.add_argument("--input", type=tokens, nargs="+", metavar="TOKENS", help=own)
+    parser.add_argument("--output", type=tokens, nargs="+", metavar="TOKENS")
+    parser.add_argument("--concurrency", type=count, nargs="+", metavar="N")
+    parser.add_argument("--prompts", type=count, nargs="+", metavar="N")
     parser.add_argument("--repeat", type=whole(1, MOST), default=10, help="after one warm-up, which is dropped")
     parser.add_argument("--margin", type=float, default=0.01, help="of equivalence, as a proportion")
     parser.add_argument("--one-at-a-time", action="store_true", help="where memory holds one server: start each anew")
@@ -168,8 +170,8 @@ def serve(arguments: argparse.Namespace) -> int:
 
     read = [text.split(",")[0] for _, text in arguments.arm]
     check_folder("--out", arguments.out, arguments.requant, *read)
-    loads, preset = _own_load(arguments), "own"
-    if loads is None:
+    loads, preset = _own_loads(arguments), "own"
+    if not loads:
         loads, preset = PRESETS[arguments.preset], arguments.preset
     engine = _engine(arguments)
     specs = _requant_arms(arguments, engine) if arguments.requant is not None else []
@@ -194,24 +196,32 @@ def serve(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _own_load(arguments: argparse.Namespace) -> tuple[ServingLoad, ...] | None:
-    """The load of --input, --output, --concurrency and --prompts; None where the preset is meant."""
+def _own_loads(arguments: argparse.Namespace) -> tuple[ServingLoad, ...]:
+    """The loads of --input, --output, --concurrency and --prompts; none where the preset is meant."""
     from workbench.records import ServingLoad
 
-    own = {
-        "input_tokens": arguments.input,
-        "output_tokens": arguments.output,
-        "concurrency": arguments.concurrency,
-        "prompts": arguments.prompts,
+    own: dict[str, list[int]] = {
+        "input_tokens": arguments.input or [],
+        "output_tokens": arguments.output or [],
+        "concurrency": arguments.concurrency or [],
+        "prompts": arguments.prompts or [],
     }
-    if all(value is None for value in own.values()):
-        return None
-    if missing := [name for name, value in own.items() if value is None]:
+    loads = max(len(values) for values in own.values())
+    if not loads:
+        return ()
+    if missing := [name for name, values in own.items() if not values]:
         raise ConfigError(
             f"a load of one's own lacks {', '.join(missing)}",
             fix="give --input, --output, --concurrency and --prompts, or none of them",
         )
-    return (ServingLoad(**own),)
+    if unequal := [name for name, values in own.items() if len(values) not in (1, loads)]:
+        counts = ", ".join(f"{len(values)} of {name}" for name, values in own.items())
+        raise ConfigError(
+            f"loads of one's own differ in number: {counts}",
+            fix=f"give {' and '.join(unequal)} once, or {loads} times",
+        )
+    each = {name: values * (loads if len(values) == 1 else 1) for name, values in own.items()}
+    return tuple(ServingLoad(**{name: values[i] for name, values in each.items()}) for i in range(loads))
 
 
 def _engine(arguments: argparse.Namespace) -> EngineSpec:
