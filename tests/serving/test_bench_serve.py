@@ -287,7 +287,10 @@ def test_servers_of_others_have_a_ratio_on_one_host_only(
     [
         ([], "no arm is named"),
         (["--arm", "a=x", "--input", "8"], "lacks output_tokens"),
-        ("--arm a=x --input 8 --output 4 --concurrency 1 2 3 --prompts 5 6".split(), "give prompts once, or 3 times"),
+        (
+            ["--arm", "a=x", "--input", "8", "--output", "4", "--concurrency", "1", "2", "3", "--prompts", "5", "6"],
+            "give prompts once, or 3 times",
+        ),
         (["--arm", "a=x,speed=2"], "unknown 'speed'"),
         (["--arm", "a=x", "--arm", "a=y"], "told apart"),
         (["--arm", "a=x", "--margin", "2"], "margin of 2.0"),
