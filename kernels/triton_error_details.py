@@ -3,10 +3,11 @@
     details = triton_error_details.error_details(w_nk, codes, scales, global_scale, "even")
     details[DETAILS.index("e2 underflow")]
 
-Still one read of the weights and of the codes, and no intermediate written; it costs about four times the arithmetic of
-the core sums, so those have a kernel of their own. Definitions: `cpu_errors.SUMS` and `cpu_errors.PARTS`, where e1 is
-what rounding w to E2M1 in blocks of 16 did, and e2 what rounding a in blocks of 32 did. Values, products and the sums
-of one thread (128 elements) are float32, all other sums float64 in a fixed order; a fourth power below 1e-38 is lost.
+Still one read of the weights and of the codes, and no intermediate written; it costs about three times the arithmetic
+of the core sums, so those have a kernel of their own. Definitions: `cpu_errors.SUMS` and `cpu_errors.PARTS`, where e1
+is what rounding w to E2M1 in blocks of 16 did, and e2 what rounding a in blocks of 32 did. Values, products and the
+sums of one thread (at most 512 elements) are float32, all other sums float64 in a fixed order; a fourth power below
+1e-38 is lost. bfloat16 has a kernel of its own (`triton_details_pairs`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .tables import MXFP4_BLOCK, ScaleRule
+from .triton_details_pairs import detail_pairs_kernel
 from .triton_elements import (
     divide,
     divisor,
@@ -28,7 +30,7 @@ from .triton_elements import (
     larger,
     largest_magnitude,
 )
-from .triton_errors import SUMS, checked_rule
+from .triton_errors import PAIR_TILES, SUMS, checked_rule, finish_kernel, launch_pairs
 from .triton_launch import bytes_of, flat_values, global_per_block, tile
 from .triton_quantize import eight_values
 from .triton_scales import mxfp4_scale_bytes
@@ -50,20 +52,21 @@ def error_details(
     rule, for shapes that do not fit, or for a K that is not a multiple of 32.
     """
     name = checked_rule(w, packed, scales, rule)
-    found = torch.ops.workbench_kernels.error_details(w, packed, scales.view(torch.uint8), global_scale, name)
-    w_w, e1_e1, e2_e2, w_e1, w_e2, e1_e2, direct, *rest = found.unbind()
-    e_e = e1_e1 + 2 * e1_e2 + e2_e2
-    return torch.stack((w_w, e1_e1, e2_e2, e_e, w_e1, w_e2, e1_e2, w_w + w_e1 + w_e2, direct, *rest))
+    return torch.ops.workbench_kernels.error_details(w, packed, scales.view(torch.uint8), global_scale, name)
 
 
 @torch.library.custom_op("workbench_kernels::error_details", mutates_args=())
 def _error_details(w: Tensor, packed: Tensor, scales: Tensor, global_scale: Tensor, rule: str) -> Tensor:
     blocks = w.numel() // MXFP4_BLOCK
-    tiles = min(_TILES, triton.next_power_of_2(triton.cdiv(blocks, _ROWS)))
+    words = w.dtype == torch.bfloat16
+    tiles = min(PAIR_TILES if words else _TILES, triton.next_power_of_2(triton.cdiv(blocks, _ROWS)))
     programs = triton.cdiv(blocks, _ROWS * max(tiles, 1))
     partial = torch.empty((programs, _MEASURED), dtype=torch.float64, device=w.device)
-    g, per_global = global_per_block(global_scale, scales.shape)
-    if blocks:
+    sums = torch.empty((len(DETAILS),), dtype=torch.float64, device=w.device)
+    if blocks and words:
+        launch_pairs(detail_pairs_kernel, partial, w, packed, scales, global_scale, rule, tiles)
+    elif blocks:
+        g, per_global = global_per_block(global_scale, scales.shape)
         _details_kernel[(programs,)](
             flat_values(w),
             bytes_of(packed).view(torch.int32),
@@ -78,12 +81,13 @@ def _error_details(w: Tensor, packed: Tensor, scales: Tensor, global_scale: Tens
             TILES=tiles,
             num_warps=4,
         )
-    return partial.sum(0)
+    finish_kernel[(1,)](partial, sums, programs, MEASURED=_MEASURED, COLUMNS=32, PARTS=128, num_warps=8)
+    return sums
 
 
 @_error_details.register_fake
 def _(w: Tensor, packed: Tensor, scales: Tensor, global_scale: Tensor, rule: str) -> Tensor:
-    return w.new_empty((_MEASURED,), dtype=torch.float64)
+    return w.new_empty((len(DETAILS),), dtype=torch.float64)
 
 
 # ---- kernel ----------------------------------------------------------------------------------------------------------

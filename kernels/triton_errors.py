@@ -10,6 +10,8 @@ Against `analysis.algebra`, which is float64 throughout, <x, y> differs by less 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -27,7 +29,16 @@ from .triton_elements import (
     widened,
 )
 from .triton_errors_pairs import error_pairs_kernel
-from .triton_launch import bytes_of, check_scales, flat_values, global_per_block, has_packed_bfloat16, scale_shape, tile
+from .triton_launch import (
+    EXACT,
+    bytes_of,
+    check_scales,
+    flat_values,
+    global_per_block,
+    has_packed_bfloat16,
+    scale_shape,
+    tile,
+)
 from .triton_pairs import SHIFT_LEFT_16
 from .triton_requant import TABLE_WORTH, requant_tables, runs_of_globals
 from .triton_scales import mxfp4_scale_bytes
@@ -35,6 +46,7 @@ from .triton_scales import mxfp4_scale_bytes
 SUMS = ("w_w", "e1_e1", "e2_e2", "e_e", "w_e1", "w_e2", "e1_e2", "w_b", "direct_direct")
 _TILE = tile(2048)  # weights at a time
 _TILES = 8  # that a program takes
+PAIR_TILES = 16  # of bfloat16: what it adds up at its end is worth half a tile and more
 _ROWS = tile(128)  # blocks of bfloat16 at a time: one a thread of 4 warps
 _MEASURED = 7  # the rest follows from them: e = e1 + e2, b = w + e1 + e2
 
@@ -66,34 +78,12 @@ def checked_rule(w: Tensor, packed: Tensor, scales: Tensor, rule: ScaleRule | st
 def _error_sums(w: Tensor, packed: Tensor, scales: Tensor, global_scale: Tensor, rule: str) -> Tensor:
     words = w.dtype == torch.bfloat16
     blocks, rows = w.numel() // MXFP4_BLOCK, _ROWS if words else _TILE // MXFP4_BLOCK
-    tiles = min(_TILES, triton.next_power_of_2(triton.cdiv(blocks, rows)))
+    tiles = min(PAIR_TILES if words else _TILES, triton.next_power_of_2(triton.cdiv(blocks, rows)))
     programs = triton.cdiv(blocks, rows * max(tiles, 1))
     partial = torch.empty((programs, _MEASURED), dtype=torch.float64, device=w.device)
     sums = torch.empty((len(SUMS),), dtype=torch.float64, device=w.device)
     if blocks and words:
-        g, per_global = runs_of_globals(global_scale, scales.shape)
-        tabled = scales.numel() < 1 << 31 and (per_global or scales.numel()) >= TABLE_WORTH
-        exponents, values = requant_tables(g, rule, values=True) if tabled else (g, g)
-        error_pairs_kernel[(programs,)](
-            w.contiguous().view(torch.int32),
-            bytes_of(packed).view(torch.int32),
-            scales.contiguous(),
-            g,
-            exponents,
-            values,
-            partial,
-            blocks,
-            max(per_global, 1),
-            SHIFT_LEFT_16,
-            RULE=rule,
-            ONE_GLOBAL=per_global == 0,
-            TABLED=tabled,
-            PACKED=has_packed_bfloat16(w.device),
-            WHOLE=blocks % (rows * tiles) == 0,
-            ROWS=rows,
-            TILES=tiles,
-            num_warps=4,
-        )
+        launch_pairs(error_pairs_kernel, partial, w, packed, scales, global_scale, rule, tiles)
     elif blocks:
         g, per_global = global_per_block(global_scale, scales.shape)
         _error_kernel[(programs,)](
@@ -110,8 +100,39 @@ def _error_sums(w: Tensor, packed: Tensor, scales: Tensor, global_scale: Tensor,
             TILES=tiles,
             num_warps=4,
         )
-    _finish_kernel[(1,)](partial, sums, programs, PARTS=512, num_warps=8)
+    finish_kernel[(1,)](partial, sums, programs, MEASURED=_MEASURED, COLUMNS=8, PARTS=512, num_warps=8)
     return sums
+
+
+def launch_pairs(
+    kernel: Any, partial: Tensor, w: Tensor, packed: Tensor, scales: Tensor, global_scale: Tensor, rule: str, tiles: int
+) -> None:
+    """Run a kernel on bfloat16 `w`: its sums of `tiles` times `_ROWS` blocks to each row of `partial`."""
+    blocks = w.numel() // MXFP4_BLOCK
+    g, per_global = runs_of_globals(global_scale, scales.shape)
+    tabled = scales.numel() < 1 << 31 and (per_global or scales.numel()) >= TABLE_WORTH
+    exponents, values = requant_tables(g, rule, values=True) if tabled else (g, g)
+    kernel[(partial.shape[0],)](
+        w.contiguous().view(torch.int32),
+        bytes_of(packed).view(torch.int32),
+        scales.contiguous(),
+        g,
+        exponents,
+        values,
+        partial,
+        blocks,
+        max(per_global, 1),
+        SHIFT_LEFT_16,
+        RULE=rule,
+        ONE_GLOBAL=per_global == 0,
+        TABLED=tabled,
+        PACKED=has_packed_bfloat16(w.device),
+        WHOLE=blocks % (_ROWS * tiles) == 0,
+        ROWS=_ROWS,
+        TILES=tiles,
+        num_warps=4,
+        **EXACT,
+    )
 
 
 @_error_sums.register_fake
@@ -179,15 +200,16 @@ def _error_kernel(
 
 
 @triton.jit
-def _finish_kernel(partial_ptr, sums_ptr, programs, PARTS: tl.constexpr):
-    """SUMS from the programs' parts `[programs, 7]`."""
-    total = tl.zeros([PARTS, 8], tl.float64)
-    column = tl.arange(0, 8)[None, :]
+def finish_kernel(partial_ptr, sums_ptr, programs, MEASURED: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
+    """SUMS, and what was measured beside them, from the programs' parts `[programs, MEASURED]`."""
+    total = tl.zeros([PARTS, COLUMNS], tl.float64)
+    column = tl.arange(0, COLUMNS)[None, :]
     for first in range(0, programs, PARTS):
         part = first + tl.arange(0, PARTS)[:, None]
-        total += tl.load(partial_ptr + part * 7 + column, mask=(part < programs) & (column < 7), other=0.0)
+        here = (part < programs) & (column < MEASURED)
+        total += tl.load(partial_ptr + part * MEASURED + column, mask=here, other=0.0)
     total = tl.sum(total, 0)
-    measured = tl.arange(0, 8)
+    measured = tl.arange(0, COLUMNS)
     w_w = tl.sum(tl.where(measured == 0, total, 0.0), 0)
     e1_e1 = tl.sum(tl.where(measured == 1, total, 0.0), 0)
     e2_e2 = tl.sum(tl.where(measured == 2, total, 0.0), 0)
@@ -202,7 +224,7 @@ def _finish_kernel(partial_ptr, sums_ptr, programs, PARTS: tl.constexpr):
     tl.store(sums_ptr + 5, w_e2)
     tl.store(sums_ptr + 6, e1_e2)
     tl.store(sums_ptr + 7, w_w + w_e1 + w_e2)
-    tl.store(sums_ptr + 8, tl.sum(tl.where(measured == 6, total, 0.0), 0))
+    tl.store(sums_ptr + 2 + measured, total, mask=(measured >= 6) & (measured < MEASURED))
 
 
 @triton.jit

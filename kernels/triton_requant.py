@@ -100,7 +100,7 @@ def requant_tables(g: Tensor, rule: str, *, values: bool = False) -> tuple[Tenso
     The first is indexed by the scale byte without its sign and the largest magnitude code under it, and holds the E8M0
     byte and, times 256, the exponent of the old step; the second by the scale byte and by how far the block's E8M0 byte
     lies above that exponent (`_OFFSETS`, from -4 on), and holds eight bytes, one a magnitude code. values: the bytes
-    are not codes but their values in E5M2.
+    are not codes but twice their magnitudes.
     """
     exponents = torch.empty((g.numel(), 128, 8), dtype=torch.int16, device=g.device)
     codes = torch.empty((g.numel(), 128, 16), dtype=torch.int64, device=g.device)
@@ -132,7 +132,7 @@ def _table_kernel(g_ptr, exponents_ptr, codes_ptr, RULE: tl.constexpr, VALUES: t
 def _new_codes(size, inverse, VALUES: tl.constexpr):
     """MXFP4's magnitude codes of E2M1's eight magnitudes with the step `size`: bytes, four in each of two words.
 
-    inverse: of MXFP4's step. VALUES: E5M2 bytes of the codes' values.
+    inverse: of MXFP4's step. VALUES: not the codes but twice their magnitudes.
     """
     low = (_new_code(size, 0.5, inverse, VALUES) << 8) | (_new_code(size, 1.0, inverse, VALUES) << 16)
     low |= _new_code(size, 1.5, inverse, VALUES) << 24
@@ -144,7 +144,7 @@ def _new_codes(size, inverse, VALUES: tl.constexpr):
 def _new_code(size, magnitude, inverse, VALUES: tl.constexpr):
     code = e2m1_magnitude_codes(size * magnitude * inverse, "even")
     if VALUES:
-        code = tl.where(code < 2, code * 0x38, code * 2 + 0x38)
+        code = tl.where(code < 4, code, (4 | ((code & 1) << 1)) << ((code >> 1) & 1))
     return code
 
 
@@ -165,16 +165,17 @@ def requant_block(
     """E8M0 bytes `[ROWS]` of blocks of two halves, and their new codes by old ones: bytes of two words `[ROWS, 2]`.
 
     even, odd: the first and the second word of codes of each half; scale: its byte; table: its global scale's number.
-    VALUES: the new codes' values in E5M2; NaN where the E8M0 byte is 255.
+    VALUES: twice the new codes' magnitudes, whatever they are where the E8M0 byte is 255.
     """
-    largest = _largest_code(even, odd, PERMUTE)
+    largest = largest_code(even, odd, PERMUTE)
     at = scale & 127
     if TABLED:
-        found = tl.load(exponents_ptr + (table * 128 + at) * 8 + largest).to(tl.int32) & 0xFFFF
+        row = table * 128 + at
+        found = tl.load(exponents_ptr + ((row << 3) | largest)).to(tl.int32) & 0xFFFF
         byte = tl.max(found & 255, 1)
         both = tl.broadcast_to(byte[:, None], found.shape)
         offset = tl.minimum(tl.maximum(both + 4 - (found >> 8), 0), _OFFSETS - 1)
-        word = tl.load(codes_ptr + (table * 128 + at) * _OFFSETS + offset)
+        word = tl.load(codes_ptr + ((row * _OFFSETS) | offset))
         low, high = word.to(tl.int32), (word >> 32).to(tl.int32)
     else:
         size = tl.abs(e4m3_values(at) * tl.load(g_ptr + table))
@@ -182,8 +183,9 @@ def requant_block(
         byte = tl.max(mxfp4_scale_bytes(bits_float(amax), RULE), 1)
         both = tl.broadcast_to(byte[:, None], size.shape)
         low, high = _new_codes(size, e8m0_inverses(both), VALUES)
-    invalid: tl.constexpr = 0x7E7E7E7E if VALUES else 0x07070707
-    return byte, tl.where(both == 255, invalid, low), tl.where(both == 255, invalid, high)
+    if not VALUES:
+        low, high = tl.where(both == 255, 0x07070707, low), tl.where(both == 255, 0x07070707, high)
+    return byte, low, high
 
 
 @triton.jit
@@ -268,7 +270,7 @@ def _looked_up(word, low, high, PERMUTE: tl.constexpr):
 
 
 @triton.jit
-def _largest_code(w0, w1, PERMUTE: tl.constexpr):
+def largest_code(w0, w1, PERMUTE: tl.constexpr):
     """Largest magnitude code (int32, 0..7) of 16, eight nibbles a word."""
     if PERMUTE:  # a bit a code, gathered from all nibbles; the highest one counts
         largest = tl.inline_asm_elementwise(

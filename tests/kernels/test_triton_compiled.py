@@ -16,6 +16,7 @@ from triton_targets import TARGETS, assembly, compile_for
 from workbench.kernels import (
     triton_activation,
     triton_dequantize,
+    triton_details_pairs,
     triton_error_details,
     triton_errors,
     triton_errors_pairs,
@@ -131,9 +132,22 @@ STREAMS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
         {"RULE": "even", "ONE_GLOBAL": True, "ROWS": 128, "TILES": 4},
     ),
     "errors, finished": (
-        triton_errors._finish_kernel,
+        triton_errors.finish_kernel,
         {"partial_ptr": "*fp64", "sums_ptr": "*fp64"},
-        {"PARTS": 512},
+        {"MEASURED": 22, "COLUMNS": 32, "PARTS": 128},
+    ),
+    "error details of bfloat16": (
+        triton_details_pairs.detail_pairs_kernel,
+        {**ENCODE, **PAIRS, "partial_ptr": "*fp64"},
+        {
+            "RULE": "even",
+            "ONE_GLOBAL": True,
+            "TABLED": True,
+            "PACKED": False,
+            "WHOLE": False,
+            "ROWS": 128,
+            "TILES": 8,
+        },
     ),
     "errors": (
         triton_errors._error_kernel,
@@ -183,10 +197,9 @@ def test_pairs_of_bfloat16_are_worked_on_together_where_the_card_can(target: str
     code = compiled(target, triton_quantize_pairs.nvfp4_pairs_kernel, types, pairs, enable_fp_fusion=False)
     assert "max.NaN.xorsign.abs.bf16x2" in code
     assert "cvt.rn.satfinite.e4m3x2.f32" in code
-    code = compiled(
-        target, triton_errors_pairs.error_pairs_kernel, types, {**pairs, "RULE": "even", "TABLED": True, "TILES": 8}
-    )
-    assert code.count("fma.rn.bf16x2") == 32, "16 pairs of weights, each rounded to E2M1 by two"
+    for kernel in (triton_errors_pairs.error_pairs_kernel, triton_details_pairs.detail_pairs_kernel):
+        code = compiled(target, kernel, types, {**pairs, "RULE": "even", "TABLED": True, "TILES": 8})
+        assert code.count("fma.rn.bf16x2") == 32, "16 pairs of weights, each rounded to E2M1 by two"
 
 
 MATRIX_INSTRUCTION = {
