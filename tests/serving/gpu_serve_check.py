@@ -245,7 +245,8 @@ def _line(found: dict[str, Any]) -> str:
     load = audit["load"]
     parts.append(
         f"load {audit['load_s']:.2f} s (weights {audit['weights_s']:.2f}: read {load['read_s']:.2f},"
-        f" convert {load['convert_s']:.2f})"
+        f" convert {load['convert_s']:.2f}, of it waiting {load['prepare_waited_s']:.2f} of the kernels'"
+        f" {load['prepare_s']:.2f})"
     )
     parts.append(f"weights {audit['total_bytes'] / MIB:.0f} MiB")
     if load["device_peak_bytes"] is not None:

@@ -161,6 +161,12 @@ def test_a_start_says_where_each_figure_comes_from(tmp_path: Path) -> None:
     ours = serve.start_cost(server_record(), log, 7)
     assert (ours.load_s.value, ours.read_s.value, ours.convert_s.value, ours.rest_s.value) == (3.0, 0.5, 2.0, 0.5)
     assert (ours.peak_bytes.value, ours.after_bytes.value) == (5000, 7)
+    assert ours.convert_s.source == "plugin's audit"
+    waited = {**AUDIT, "load": {**AUDIT["load"], "prepare_s": 0.9, "prepare_waited_s": 0.25}}
+    (tmp_path / "a.audit.json").write_text(json.dumps(waited))
+    on_gpu = serve.start_cost(server_record(), log, 7)
+    assert on_gpu.convert_s.value == 2.0
+    assert on_gpu.convert_s.source == "plugin's audit; waiting for kernels: 0.25 s of it"
     log.write_text("")
     (tmp_path / "a.audit.json").unlink()
     (tmp_path / "a.audit.json.rank1").unlink()

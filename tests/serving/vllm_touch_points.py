@@ -22,6 +22,7 @@ POINTS: list[tuple[str, str, tuple[str, ...]]] = [
     ("config/load", "LoadConfig", ()),
     ("config/load", "LoadConfig.self.model_loader_extra_config", ()),
     ("platforms/interface", "Platform.is_cpu", ()),
+    ("platforms/interface", "Platform.is_cuda_alike", ()),
     ("plugins", "load_general_plugins", ()),
     ("distributed/parallel_state", "get_tensor_model_parallel_rank", ()),
     ("distributed/parallel_state", "get_tensor_model_parallel_world_size", ()),

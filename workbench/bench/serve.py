@@ -210,7 +210,7 @@ def start_cost(record: ServerRecord, log: Path, resident_bytes: int | None) -> S
     meter = [audit.get("load") or {} for audit in audits]
     load = _load_seconds(record, text)
     read = _metered(meter, "read_s", max)
-    convert = _metered(meter, "convert_s", max)
+    convert = _conversion(meter)
     if math.isnan(read.value):
         read = _logged(text, r"Loading weights took ([\d.]+) seconds", "engine's log: loading weights, converting too")
     parts = [load.value, read.value, 0.0 if math.isnan(convert.value) else convert.value]
@@ -248,6 +248,13 @@ def _metered(meters: list[dict[str, Any]], key: str, join: Callable[[list[float]
     if not values:
         return Sourced(source="no audit: the server runs without the plugin" if not meters else "the audit has none")
     return Sourced(value=join(values), source="plugin's audit")
+
+
+def _conversion(meters: list[dict[str, Any]]) -> Sourced:
+    found, waited = (_metered(meters, key, max) for key in ("convert_s", "prepare_waited_s"))
+    if waited.value > 0:
+        return dataclasses.replace(found, source=f"{found.source}; waiting for kernels: {waited.value:.2f} s of it")
+    return found
 
 
 def _device(meters: list[dict[str, Any]], key: str, text: str = "") -> Sourced:

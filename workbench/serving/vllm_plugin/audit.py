@@ -4,8 +4,9 @@ One JSON file per rank (`<path>` for rank 0, `<path>.rank<r>` for others): {"eng
 "weights_s", "weight_bytes", "total_bytes", "load", "layers": {engine module: {"weight", "activation",
 "activation_scale", "weight_bytes", and "compat" where it is vllm}}}. `activation_scale`: none, static,
 dynamic_per_token, dynamic_per_block or mixed. "load" is the meter's record (`meter.LoadMeter.record`): seconds of
-reading and of conversion, and the bytes conversion needed, per decoder layer and at most; "device_peak_bytes" counts
-everything the GPU's allocator held at once while the weights came, "device_final_bytes" what it holds after.
+reading, of conversion and of making its kernels ready, and the bytes conversion needed, per decoder layer and at most;
+"device_peak_bytes" counts everything the GPU's allocator held at once while the weights came, "device_final_bytes" what
+it holds after.
 """
 
 from __future__ import annotations

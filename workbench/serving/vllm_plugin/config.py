@@ -20,11 +20,11 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from workbench.errors import ConfigError
 
+from .preparation import DECODED_AT_LOAD, planned_launches
 from .settings import ModulePlan, PluginSettings, plan_modules, quantizable_modules
 
 logger = init_logger("vllm.workbench")  # only loggers under "vllm" are shown
 
-_DECODED_AT_LOAD = ("kv_b_proj",)
 _FUSED = {  # used where a model class publishes no packed_modules_mapping
     "qkv_proj": ["q_proj", "k_proj", "v_proj"],
     "gate_up_proj": ["gate_proj", "up_proj"],
@@ -33,7 +33,8 @@ _FUSED = {  # used where a model class publishes no packed_modules_mapping
 
 
 class WorkbenchConfig(QuantizationConfig):
-    """One engine's settings, plan and bookkeeping. `taken`: checkpoint modules whose packed tensors a method holds."""
+    """One engine's settings, plan and bookkeeping. `taken`: checkpoint modules whose packed tensors a method holds.
+    `launches`: what the load will run on a GPU."""
 
     def __init__(self, settings: PluginSettings) -> None:
         super().__init__()
@@ -45,6 +46,7 @@ class WorkbenchConfig(QuantizationConfig):
         self._mapper: Any = None  # no closures here: vLLM pickles this object into its worker processes
         with open_checkpoint(settings.checkpoint) as checkpoint:
             self._plans = plan_modules(checkpoint, settings)
+            self.launches = planned_launches(checkpoint, self._plans, settings)
             self.capturable = dict.fromkeys(quantizable_modules(checkpoint) if settings.capture else ())
         if settings.capture:
             from .recorder import ActivationRecorder
@@ -97,7 +99,7 @@ class WorkbenchConfig(QuantizationConfig):
         if self.recorder is not None and all(s in self.capturable for s in shards):
             return CapturingLinearMethod(self.recorder, shards)
         plans = [self._plans.get(s) for s in shards]
-        if not any(plans) or prefix.endswith(_DECODED_AT_LOAD):
+        if not any(plans) or prefix.endswith(DECODED_AT_LOAD):
             return UnquantizedLinearMethod()
         agreed = _agree(prefix, shards, plans)
         self.taken.update(shards)

@@ -3,7 +3,8 @@
 Opens the checkpoint through `workbench.checkpoints` and yields tensors layer by layer under one set of names
 (`<module>.{weight,weight_scale,weight_scale_2,input_scale}`, unfused). Each tensor is converted before vLLM shards it,
 so every tensor-parallel size computes with the same numbers, and at most one tensor exists beside its final place, of
-experts on a GPU at most 64. There, four-bit tensors are converted on the GPU, by kernels that give the CPU's bytes:
+experts on a GPU at most 64. There, four-bit tensors are converted on the GPU, by kernels that give the CPU's bytes and
+are made ready while the model is built (`preparation`):
 
 - a module that a packed method holds is handed on packed, converted to the plan's format first (requant);
 - any other quantized tensor is decoded to the model's dtype (backend reference, kv_b_proj, a quantized lm_head);
@@ -30,12 +31,12 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 
-from workbench.errors import ConfigError, FormatError
-from workbench.formats import PACKED_FORMATS
-from workbench.kernels import cpu, triton_dispatch
-from workbench.kernels.tables import MXFP4_RULES, ScaleRule
+from workbench.errors import ConfigError
+from workbench.kernels import cpu
 
+from .conversion import convert_tensor, decode_tensor
 from .meter import LoadMeter
+from .preparation import Preparation, planned_launches, prepare
 from .settings import ModulePlan, PluginSettings, plan_modules
 from .together import AT_MOST, batches, requantize_together
 
@@ -59,6 +60,7 @@ class WorkbenchModelLoader(DefaultModelLoader):
         self._config: Any = None
         self._load_s = 0.0
         self._meter: LoadMeter | None = None
+        self._preparation: Preparation | None = None
 
     def download_model(self, model_config: ModelConfig) -> None:
         """Nothing to do: the checkpoint is local, or `workbench.checkpoints` fetches it."""
@@ -71,6 +73,9 @@ class WorkbenchModelLoader(DefaultModelLoader):
         quant_config = vllm_config.quant_config
         if quant_config is not None and quant_config.get_name() == "workbench":
             self._config = quant_config
+            self._preparation = prepare(
+                quant_config.launches, device_of_worker(), self.settings.rule, model_config.dtype
+            )
         model = super().load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
         if self._config is not None and self._config.taken and current_platform.is_cpu():
             cpu.prepare(model_config.dtype)  # compiled now, not while the first request waits
@@ -96,9 +101,13 @@ class WorkbenchModelLoader(DefaultModelLoader):
         taken: set[str] = self._config.taken if self._config is not None else set()
         local_experts = getattr(self, "local_expert_ids", None)
         device = next(model.parameters()).device
-        meter = self._meter = LoadMeter(device)
+        meter = self._meter = LoadMeter(device, self._preparation)
+        self._preparation = None  # a second load in this process finds the kernels ready
         with open_checkpoint(self.settings.checkpoint) as checkpoint:
             plans = plan_modules(checkpoint, self.settings)
+            if self._config is None:  # no module runs packed: what is quantized is decoded
+                launches = planned_launches(checkpoint, plans, self.settings)
+                meter.preparation = prepare(launches, device, self.settings.rule, model_config.dtype)
 
             def wanted(entry: Any) -> bool:
                 if local_experts is not None and entry.expert >= 0 and entry.expert not in local_experts:
@@ -128,6 +137,13 @@ class WorkbenchModelLoader(DefaultModelLoader):
         for source in getattr(model, "secondary_weights", ()):
             yield from self._get_weights_iterator(source)
         self._load_s = time.perf_counter() - self.counter_before_loading_weights
+
+
+def device_of_worker() -> torch.device:
+    """Where this worker's weights go, before any of them is there."""
+    if current_platform.is_cuda_alike():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def convert_batch(
@@ -174,84 +190,4 @@ def dense_tensor(
         stored = convert_tensor(name, stored, plan, settings, meter)
     if isinstance(stored, Tensor):
         return stored
-    with meter.reading():
-        stored = _on_device(stored, meter.device)
-    with meter.converting(name):
-        decoded: Tensor = _decoded(stored, dtype)
-        meter.holds(stored, decoded)
-    return decoded
-
-
-def convert_tensor(name: str, stored: Any, plan: ModulePlan, settings: PluginSettings, meter: LoadMeter) -> Any:
-    """`stored` in the plan's format: itself, or quantize(effective(stored)) in float32 (requant). Raises FormatError
-    for a value that the format cannot hold."""
-    from workbench.formats import get_format, quantize
-
-    if not isinstance(stored, Tensor):
-        as_stored = settings.backend != "requant" or (plan.stored == plan.weight and not settings.rule)
-        if as_stored and stored.pre_quant_scale is not None:
-            raise FormatError(
-                f"{name} has a scale of the layer's input (AWQ), which packed layers do not apply",
-                fix="use backend=reference, or requant with a scale rule, which folds it into the weight",
-            )
-        if as_stored:
-            return stored
-    with meter.reading():
-        stored = _on_device(stored, meter.device)
-    with meter.converting(name):
-        rule = get_format(plan.weight).rule(settings.rule or None)
-        packed = None
-        if not isinstance(stored, Tensor) and (stored.format, plan.weight) == ("nvfp4", "mxfp4"):
-            packed = _requantized(stored, rule, meter)
-        if packed is None:
-            values = stored if isinstance(stored, Tensor) else stored.effective(torch.float32)
-            values = values.to(meter.device).float()
-            packed = quantize(values, plan.weight, rule.value, name=name)
-            meter.holds(None if isinstance(stored, Tensor) else stored, values, packed)
-    return packed
-
-
-def _requantized(stored: Any, rule: ScaleRule, meter: LoadMeter) -> Any:
-    """NVFP4 to MXFP4 by codes: no weight is decoded on a GPU. None where a value needs the general way: scales that
-    are not finite (it says which tensor), an input scale to fold in, a global scale that is no float32."""
-    from workbench.formats import QuantizedTensor
-
-    g = stored.global_scale
-    if rule not in MXFP4_RULES or stored.pre_quant_scale is not None or g.dtype != torch.float32:
-        return None
-    if stored.shape[-1] % 32 or not bool((stored.block_scales.float() * (6.0 * g)).isfinite().all()):
-        return None
-    codes, scale_bytes = triton_dispatch.nvfp4_to_mxfp4(stored.codes, stored.block_scales, g, rule)
-    packed = QuantizedTensor(
-        format="mxfp4", codes=codes, block_scales=scale_bytes, global_scale=None, shape=stored.shape
-    )
-    values = None if codes.is_cuda else torch.empty(stored.shape, dtype=torch.float32, device="meta")
-    meter.holds(stored, values, packed)  # a CPU decodes on the way
-    return packed
-
-
-def _decoded(stored: Any, dtype: torch.dtype) -> Tensor:
-    """`stored.effective(dtype)`, by the GPU's kernels where it lies there."""
-    plain = stored.pre_quant_scale is None and stored.codes.is_cuda
-    if plain and stored.format == "mxfp4":
-        return triton_dispatch.mxfp4_dequantize(stored.codes, stored.block_scales, dtype)
-    if plain and stored.format == "nvfp4" and stored.global_scale.dtype == torch.float32:
-        return triton_dispatch.nvfp4_dequantize(stored.codes, stored.block_scales, stored.global_scale, dtype)
-    return stored.effective(dtype)
-
-
-def _on_device(stored: Any, device: torch.device) -> Any:
-    """`stored` on `device`, if the device has kernels for it: plain tensors and the packed formats. Others are decoded
-    where they were read."""
-    if device.type == "cpu":
-        return stored
-    if isinstance(stored, Tensor):
-        return stored.to(device)
-    if stored.format not in PACKED_FORMATS:
-        return stored
-    moved = {
-        f.name: value.to(device)
-        for f in dataclasses.fields(stored)
-        if isinstance(value := getattr(stored, f.name), Tensor)
-    }
-    return dataclasses.replace(stored, **moved)
+    return decode_tensor(name, stored, dtype, meter)
