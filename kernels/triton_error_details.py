@@ -40,6 +40,7 @@ PARTS = ("saturation", "underflow", "element", "saturated", "underflowed")
 DETAILS = SUMS + MOMENTS + tuple(f"{error} {part}" for error in ("e1", "e2") for part in PARTS)
 _ROWS = tile(128)  # blocks at a time: one a thread of 4 warps
 _TILES = 4
+_REGISTERS = 128  # of a thread, for bfloat16
 _MEASURED = 7 + len(MOMENTS) + 2 * len(PARTS)
 
 
@@ -64,7 +65,7 @@ def _error_details(w: Tensor, packed: Tensor, scales: Tensor, global_scale: Tens
     partial = torch.empty((programs, _MEASURED), dtype=torch.float64, device=w.device)
     sums = torch.empty((len(DETAILS),), dtype=torch.float64, device=w.device)
     if blocks and words:
-        launch_pairs(detail_pairs_kernel, partial, w, packed, scales, global_scale, rule, tiles)
+        launch_pairs(detail_pairs_kernel, partial, w, packed, scales, global_scale, rule, tiles, _REGISTERS)
     elif blocks:
         g, per_global = global_per_block(global_scale, scales.shape)
         _details_kernel[(programs,)](

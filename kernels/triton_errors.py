@@ -48,6 +48,9 @@ _TILE = tile(2048)  # weights at a time
 _TILES = 8  # that a program takes
 PAIR_TILES = 16  # of bfloat16: what it adds up at its end is worth half a tile and more
 _ROWS = tile(128)  # blocks of bfloat16 at a time: one a thread of 4 warps
+_REGISTERS = (
+    64  # of a thread, for bfloat16: left alone, the compiler takes up to twice as many for the same instructions
+)
 _MEASURED = 7  # the rest follows from them: e = e1 + e2, b = w + e1 + e2
 
 
@@ -83,7 +86,7 @@ def _error_sums(w: Tensor, packed: Tensor, scales: Tensor, global_scale: Tensor,
     partial = torch.empty((programs, _MEASURED), dtype=torch.float64, device=w.device)
     sums = torch.empty((len(SUMS),), dtype=torch.float64, device=w.device)
     if blocks and words:
-        launch_pairs(error_pairs_kernel, partial, w, packed, scales, global_scale, rule, tiles)
+        launch_pairs(error_pairs_kernel, partial, w, packed, scales, global_scale, rule, tiles, _REGISTERS)
     elif blocks:
         g, per_global = global_per_block(global_scale, scales.shape)
         _error_kernel[(programs,)](
@@ -105,13 +108,26 @@ def _error_sums(w: Tensor, packed: Tensor, scales: Tensor, global_scale: Tensor,
 
 
 def launch_pairs(
-    kernel: Any, partial: Tensor, w: Tensor, packed: Tensor, scales: Tensor, global_scale: Tensor, rule: str, tiles: int
+    kernel: Any,
+    partial: Tensor,
+    w: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    global_scale: Tensor,
+    rule: str,
+    tiles: int,
+    registers: int,
 ) -> None:
-    """Run a kernel on bfloat16 `w`: its sums of `tiles` times `_ROWS` blocks to each row of `partial`."""
+    """Run a kernel on bfloat16 `w`: its sums of `tiles` times `_ROWS` blocks to each row of `partial`.
+
+    registers: that a thread may have at most, on NVIDIA's cards.
+    """
     blocks = w.numel() // MXFP4_BLOCK
     g, per_global = runs_of_globals(global_scale, scales.shape)
     tabled = scales.numel() < 1 << 31 and (per_global or scales.numel()) >= TABLE_WORTH
     exponents, values = requant_tables(g, rule, values=True) if tabled else (g, g)
+    packs = has_packed_bfloat16(w.device)
+    options = {"maxnreg": registers} if packs else {}
     kernel[(partial.shape[0],)](
         w.contiguous().view(torch.int32),
         bytes_of(packed).view(torch.int32),
@@ -126,12 +142,13 @@ def launch_pairs(
         RULE=rule,
         ONE_GLOBAL=per_global == 0,
         TABLED=tabled,
-        PACKED=has_packed_bfloat16(w.device),
+        PACKED=packs,
         WHOLE=blocks % (_ROWS * tiles) == 0,
         ROWS=_ROWS,
         TILES=tiles,
         num_warps=4,
         **EXACT,
+        **options,
     )
 
 
