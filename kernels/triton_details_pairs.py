@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .triton_elements import bits_float, e2m1_values, e8m0_values, float_bits
 from .triton_errors_pairs import direct_errors, direct_scale, eight_pair_values, pair_units, read_first
-from .triton_pairs import e4m3_pair_values, four_words, larger_of_pair, larger_pairs, largest_pair, reciprocal
+from .triton_pairs import e4m3_pair_values, four_words, larger_of_pair, larger_pairs, largest_pair, negative, reciprocal
 from .triton_requant import global_number, largest_code, requant_block
 
 
@@ -162,7 +162,7 @@ def _pair_details(sums, x, a0, a1, b0, b1, units, first, second, own, by, RULE: 
 @triton.jit
 def _one_detail(sums, w, a, b, size, d, first, second, PACKED: tl.constexpr):
     e1 = a - w
-    e2 = tl.fma(b, size, -a)  # the product is exact
+    e2 = tl.fma(b, size, negative(a, PACKED))  # the product is exact
     square = e2 * e2
     core = (tl.fma(w, w, sums[0]), tl.fma(e1, e1, sums[1]), tl.fma(e2, e2, sums[2]), tl.fma(w, e1, sums[3]))
     core += (tl.fma(w, e2, sums[4]), tl.fma(e1, e2, sums[5]), tl.fma(d, d, sums[6]))
@@ -220,7 +220,7 @@ def attributed(sums, x, became, was, error, limit, inverse, PACKED: tl.constexpr
         m = tl.maximum(q, 1.5)
     other = tl.fma(m, 4194304.0, tl.fma(m, -4194304.0, q)) - q
     # An element that was zero is within the limit and has no error; only its count matters.
-    lost = tl.fma(n, became, -was)
+    lost = tl.fma(n, became, negative(was, PACKED))
     within = tl.fma(n * error, error, within)
     underflow = tl.fma(lost * error, error, underflow)
     inside += n

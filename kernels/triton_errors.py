@@ -116,18 +116,18 @@ def launch_pairs(
     global_scale: Tensor,
     rule: str,
     tiles: int,
-    registers: int,
+    registers: int | None,
 ) -> None:
     """Run a kernel on bfloat16 `w`: its sums of `tiles` times `_ROWS` blocks to each row of `partial`.
 
-    registers: that a thread may have at most, on NVIDIA's cards.
+    registers: that a thread may have at most, on NVIDIA's cards; None: as many as the compiler likes.
     """
     blocks = w.numel() // MXFP4_BLOCK
     g, per_global = runs_of_globals(global_scale, scales.shape)
     tabled = scales.numel() < 1 << 31 and (per_global or scales.numel()) >= TABLE_WORTH
     exponents, values = requant_tables(g, rule, values=True) if tabled else (g, g)
     packs = has_packed_bfloat16(w.device)
-    options = {"maxnreg": registers} if packs else {}
+    options = {"maxnreg": registers} if packs and registers is not None else {}
     kernel[(partial.shape[0],)](
         w.contiguous().view(torch.int32),
         bytes_of(packed).view(torch.int32),

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .triton_elements import bits_float, e8m0_inverses, e8m0_values, float_bits, nearest_e2m1
-from .triton_pairs import e4m3_pair_values, four_words, larger_of_pair, larger_pairs, largest_pair
+from .triton_pairs import e4m3_pair_values, four_words, larger_of_pair, larger_pairs, largest_pair, negative
 from .triton_requant import global_number, requant_block
 from .triton_scales import mxfp4_scale_bytes
 
@@ -115,15 +115,15 @@ def _eight_errors(sums, x0, x1, x2, x3, word, low, high, step, size, own, by, RU
 @triton.jit
 def _pair_errors(sums, x, a0, a1, b0, b1, step, size, own, by, RULE: tl.constexpr, PACKED: tl.constexpr):
     d0, d1 = direct_errors(x, own, by, RULE, PACKED)
-    sums = _one_error(sums, bits_float(x * by), a0 * step, b0, size, d0)
-    return _one_error(sums, bits_float(x & -65536), a1 * step, b1, size, d1)
+    sums = _one_error(sums, bits_float(x * by), a0 * step, b0, size, d0, PACKED)
+    return _one_error(sums, bits_float(x & -65536), a1 * step, b1, size, d1, PACKED)
 
 
 @triton.jit
-def _one_error(sums, w, a, b, size, d):
+def _one_error(sums, w, a, b, size, d, PACKED: tl.constexpr):
     w_w, e1_e1, e2_e2, w_e1, w_e2, e1_e2, direct = sums
     e1 = a - w
-    e2 = tl.fma(b, size, -a)  # the product is exact
+    e2 = tl.fma(b, size, negative(a, PACKED))  # the product is exact
     w_w, e1_e1, e2_e2 = tl.fma(w, w, w_w), tl.fma(e1, e1, e1_e1), tl.fma(e2, e2, e2_e2)
     w_e1, w_e2, e1_e2 = tl.fma(w, e1, w_e1), tl.fma(w, e2, w_e2), tl.fma(e1, e2, e1_e2)
     return w_w, e1_e1, e2_e2, w_e1, w_e2, e1_e2, tl.fma(d, d, direct)

@@ -209,6 +209,16 @@ def e4m3_pair_values(byte, PACKED: tl.constexpr):
 
 
 @triton.jit
+def negative(x, PACKED: tl.constexpr):
+    """-x, which is then part of what uses it; Triton itself subtracts from 0, an instruction a value."""
+    if PACKED:
+        value = tl.inline_asm_elementwise("neg.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    else:
+        value = -x
+    return value
+
+
+@triton.jit
 def reciprocal(d, PACKED: tl.constexpr):
     """1 / d of a normal `d` whose reciprocal is normal, to nearest or (PACKED) the last bit, as `divide` needs it."""
     if PACKED:
