@@ -8,9 +8,11 @@ other cards. Elsewhere, and for what those do not take, the kernel of this file,
 tile of rows of the weight and multiplies it with all tokens, whose activations it rounds on the way; K is split over
 programs until the card is full. For many tokens the weight is decoded once and the vendor's GEMM multiplies.
 
-Numbers, whichever runs: weights decoded exactly in float32 and rounded once to x's dtype; activations as
-`triton_activation` rounds them; products added in float32, parts in a fixed order. The even and the odd elements of K
-are multiplied apart, which needs no shuffling of codes and changes the order of the additions alone.
+Numbers: NVIDIA's kernels multiply the weights as they are, which 16 bits hold up to NVFP4's decode multiplier, and that
+goes on the float32 sum; only an MXFP4 weight beyond x's dtype is rounded to it. The portable kernel and the decoded
+weight are decoded exactly in float32 and rounded once to x's dtype. Activations are rounded as `triton_activation`
+rounds them; products are added in float32, parts in a fixed order. Columns of K may be multiplied in another order,
+which needs no shuffling of codes and changes the order of the additions alone.
 """
 
 from __future__ import annotations

@@ -3,14 +3,21 @@
     w0, w1, w2, w3 = decoded_pairs(codes, steps, "nvfp4", gl.bfloat16, True)    # inside a kernel
 
 Gluon is Triton's lower level, where a kernel names the layout of each tensor. A thread loads 16 bytes of a row, 32
-consecutive codes: whole blocks, so that it builds a block's eight magnitudes once, in float32 and rounded once to the
-operand's dtype, and then picks bytes of them by the codes (PRMT): 2.5 integer operations a weight, and no rounding is
-left out. Columns of K may come in any order if both operands have the same, so the codes are multiplied as they lie:
-the four pairs of codes of each 32-bit word make four products, whose right operands are the same pairs of x. Nothing is
-moved between threads. Needs compute capability 8.9 (E4M3 conversion).
+consecutive codes. A code's four bits, laid into a bfloat16 (float16) with the sign at the top and the magnitude at the
+exponent's end, are its value times 2**-126 (2**-14), subnormal where the magnitude is a half; one product with the
+block's scale makes it the weight. That is exact: an E2M1 element times an E4M3 scale has six bits. NVFP4's decode
+multiplier, of a whole row, goes on the float32 sum instead (`multiplied`), so that no weight is rounded at all. Two
+codes four apart in a word stand as far apart as the two halves of a register: 0.9 logical operations, 0.6 shifts and
+half a product a weight.
+
+Columns of K may come in any order if both operands have the same: the pairs j of codes j and j + 4 of each 32-bit word
+make four products, whose right operands are the same pairs of x. Nothing is moved between threads. Needs compute
+capability 8.9 (E4M3 conversion).
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,7 +26,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 CHUNK = gl.constexpr(128)  # values of K that a quad of threads takes at a time: 16 bytes of codes a thread
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def supports(device: torch.device, dtype: torch.dtype, k: int) -> bool:
@@ -48,62 +54,94 @@ def multiplier_strides(g: Tensor | None, n: int) -> tuple[int, int, int]:
     return (0, 0, 1) if many == n and n > 1 else (0, int(many > 1), 0)
 
 
-def _decode_assembly(kind: str, words_a_block: int, quick: bool = False) -> str:
-    """PTX for 16 bytes of codes ($16..$19) under float32 steps ($20..$27, one for every two bytes).
+class _Kind(NamedTuple):
+    """How codes become values of a 16-bit type. `extract`: for two pairs each, how far signs (left) or magnitudes
+    (right) move to stand as in the type, which bits are signs, and how far each pair then is from its place."""
 
-    Out: registers $0..$15, of which 4 * j + w holds the pair j of word w as two values of `kind`. quick: only 1 and 1.5
-    steps are rounded and the others are these times a power of two, which is the same unless they are subnormal.
+    lowest: int  # power of two of the type's least normal number
+    mask: int
+    extract: tuple[tuple[int, int, tuple[tuple[int, int], ...]], ...]
+    nvfp4_shift: int  # powers of two that a decoded NVFP4 weight is too small
+
+    @property
+    def most(self) -> int:  # the largest power of two
+        return -self.lowest + 1
+
+
+_KINDS = {
+    "bf16x2": _Kind(-126, 0x81C081C0, ((-6, 0x88008800, ((3, 0), (2, 4))), (6, 0x22002200, ((1, 2), (0, 6)))), 8),
+    "f16x2": _Kind(-14, 0x8E008E00, ((-3, 0x80808080, ((3, 0), (1, 8))), (3, 0x40404040, ((2, 1), (0, 9)))), 7),
+}
+
+
+def _decode_assembly(kind: str, weight_format: str, quick: bool = True) -> str:
+    """PTX for 16 bytes of codes ($16..$19) under float32 scales ($20..$27, one for every two bytes).
+
+    Out: registers $0..$15, of which 4 * j + w holds the codes j and j + 4 of word w as two values of `kind`: of nvfp4
+    times 2**-nvfp4_shift. quick: MXFP4's scales are at most 2; larger ones take further products, of which one at most
+    is not exact: the weight is rounded once.
     """
-    text = ["{", ".reg .f32 v<8>;", ".reg .b32 t<4>, lo<2>, hi<2>, m, y, a, b, s;"]
-    if quick:
-        text += [".reg .b32 half, two, four, zero;", "mov.b32 half, 0x3F000000;", "mov.b32 two, 0x40004000;"]
-        text += ["mov.b32 four, 0x40804080;", "mov.b32 zero, 0x80008000;"]  # -0, which changes no product's sign
+    lowest, mask, extract, shift = _KINDS[kind]
+    up = -lowest - (shift if weight_format == "nvfp4" else 0)
+    rests = ["p"] if kind == "bf16x2" else ["p", "q"]
+    text = ["{", ".reg .f32 v, f;", ".reg .b32 r, p, q, a, b, zero;"]
+    text.append("mov.b32 zero, 0x80008000;")  # -0, which changes no product's sign
     for word in range(4):
-        if word % words_a_block == 0:
-            step = f"${20 + 2 * word}"
+        scale, code = f"${20 + 2 * word}", f"${16 + word}"
+        if word % (2 if weight_format == "nvfp4" else 4) == 0:
             if quick:
-                text += [f"mul.rn.f32 v3, {step}, 0f{_float_bits(1.5):08X};", f"cvt.rn.{kind}.f32 t1, v3, {step};"]
-                text += ["prmt.b32 t0, t1, t1, 0x1010;", f"fma.rn.{kind} t0, t0, half, zero;"]
-                text += [f"fma.rn.{kind} t2, t1, two, zero;", f"fma.rn.{kind} t3, t1, four, zero;"]
+                text += [f"mul.rn.f32 v, {scale}, {_number(2.0**up)};", f"cvt.rn.{kind}.f32 r, v, v;"]
             else:
-                for i, magnitude in enumerate(_MAGNITUDES):
-                    text.append(f"mul.rn.f32 v{i}, {step}, 0f{_float_bits(magnitude):08X};")
-                text += [f"cvt.rn.{kind}.f32 t{i}, v{2 * i + 1}, v{2 * i};" for i in range(4)]
-            for part, selector in (("lo", "0x6420"), ("hi", "0x7531")):  # the lower and the upper bytes of the eight
-                text += [f"prmt.b32 {part}{i}, t{2 * i}, t{2 * i + 1}, {selector};" for i in range(2)]
-        code = f"${16 + word}"
-        text += [f"and.b32 m, {code}, 0x77777777;", f"shl.b32 y, {code}, 4;"]
-        for half, signs in ((0, "0x5140"), (1, "0x7362")):
-            if half:
-                text.append("shr.u32 m, m, 16;")
-            text += [
-                "prmt.b32 a, lo0, lo1, m;",
-                "prmt.b32 b, hi0, hi1, m;",
-                f"prmt.b32 s, y, {code}, {signs};",  # each code's sign at the top of its byte
-                "lop3.b32 b, b, s, 0x80808080, 0x78;",  # b ^ (s & 0x80808080)
-                f"prmt.b32 ${8 * half + word}, a, b, 0x5140;",
-                f"prmt.b32 ${8 * half + 4 + word}, a, b, 0x7362;",
-            ]
+                most = _number(2.0 ** _KINDS[kind].most)
+                text += [f"min.NaN.f32 v, {scale}, {_number(2.0)};", f"mul.rn.f32 v, v, {_number(2.0**up)};"]
+                text += [f"cvt.rn.{kind}.f32 r, v, v;", f"mul.rn.f32 v, {scale}, {_number(0.5)};"]
+                for rest in rests:  # what is above 2, in factors that are finite
+                    text += [
+                        f"max.f32 v, v, {_number(1.0)};",
+                        f"min.f32 f, v, {most};",
+                        f"cvt.rn.{kind}.f32 {rest}, f, f;",
+                    ]
+                    text.append(f"mul.rn.f32 v, v, {_number(2.0 ** -_KINDS[kind].most)};")
+        for move, signs, pairs in extract:
+            if move < 0:
+                text += [f"shr.u32 a, {code}, {-move};", f"lop3.b32 a, {code}, a, 0x{signs:08X}, 0xE4;"]
+            else:
+                text += [f"shl.b32 a, {code}, {move};", f"lop3.b32 a, a, {code}, 0x{signs:08X}, 0xE4;"]
+            for pair, left in pairs:
+                out = f"${4 * pair + word}"
+                if left:
+                    text.append(f"shl.b32 b, a, {left};")
+                text.append(f"and.b32 b, {'b' if left else 'a'}, 0x{mask:08X};")
+                if quick:
+                    text.append(f"fma.rn.{kind} {out}, b, r, zero;")
+                else:
+                    factors = ["r", *rests]
+                    text += [f"fma.rn.{kind} b, b, {factor}, zero;" for factor in factors[:-1]]
+                    text.append(f"fma.rn.{kind} {out}, b, {factors[-1]}, zero;")
     return "\n".join([*text, "}"])
 
 
-def _float_bits(value: float) -> int:
-    return int(torch.tensor(value, dtype=torch.float32).view(torch.int32).item())
+def _number(value: float) -> str:
+    return f"0f{int(torch.tensor(value, dtype=torch.float32).view(torch.int32).item()):08X}"
 
 
-_NVFP4_BFLOAT16 = gl.constexpr(_decode_assembly("bf16x2", 2))
-_NVFP4_FLOAT16 = gl.constexpr(_decode_assembly("f16x2", 2))
-_NVFP4_BFLOAT16_QUICK = gl.constexpr(_decode_assembly("bf16x2", 2, quick=True))
-_MXFP4_BFLOAT16 = gl.constexpr(_decode_assembly("bf16x2", 4, quick=True))  # steps are powers of two: always the same
-_MXFP4_FLOAT16 = gl.constexpr(_decode_assembly("f16x2", 4))
+_NVFP4_BFLOAT16 = gl.constexpr(_decode_assembly("bf16x2", "nvfp4"))
+_NVFP4_FLOAT16 = gl.constexpr(_decode_assembly("f16x2", "nvfp4"))
+_MXFP4_BFLOAT16 = gl.constexpr(_decode_assembly("bf16x2", "mxfp4", quick=False))
+_MXFP4_FLOAT16 = gl.constexpr(_decode_assembly("f16x2", "mxfp4", quick=False))
+_MXFP4_BFLOAT16_QUICK = gl.constexpr(_decode_assembly("bf16x2", "mxfp4"))
+_MXFP4_FLOAT16_QUICK = gl.constexpr(_decode_assembly("f16x2", "mxfp4"))
+_BFLOAT16_UP = gl.constexpr(2.0 ** _KINDS["bf16x2"].nvfp4_shift)
+_FLOAT16_UP = gl.constexpr(2.0 ** _KINDS["f16x2"].nvfp4_shift)
+QUICK_BYTE = gl.constexpr(128)  # the largest E8M0 scale of quick decoding
 
 
 @gluon.constexpr_function
 def _assembly(weight_format, dtype, quick):
     if weight_format == "nvfp4":
-        if quick and dtype == gl.bfloat16:
-            return _NVFP4_BFLOAT16_QUICK
         return _NVFP4_BFLOAT16 if dtype == gl.bfloat16 else _NVFP4_FLOAT16
+    if quick:
+        return _MXFP4_BFLOAT16_QUICK if dtype == gl.bfloat16 else _MXFP4_FLOAT16_QUICK
     return _MXFP4_BFLOAT16 if dtype == gl.bfloat16 else _MXFP4_FLOAT16
 
 
@@ -185,16 +223,16 @@ def codes_of(words, SLICES: gl.constexpr, ROWS: gl.constexpr, CODES: gl.constexp
 
 
 @gluon.jit
-def block_steps(scales, g, SLICES: gl.constexpr, ROWS: gl.constexpr, FORMAT: gl.constexpr, STEPS: gl.constexpr):
-    """Scales as stored `[SLICES, ROWS, 4]` to float32 steps, one a block; `g`: decode multipliers (nvfp4)."""
+def block_steps(scales, SLICES: gl.constexpr, ROWS: gl.constexpr, FORMAT: gl.constexpr, STEPS: gl.constexpr):
+    """Scales as stored `[SLICES, ROWS, 4]` to float32, one a block."""
     if FORMAT == "nvfp4":
         first, second = gl.inline_asm_elementwise(
             _TWO_SCALES, "=f,=f,h", [scales], dtype=(gl.float32, gl.float32), is_pure=True, pack=1
         )
-        step = gl.reshape(gl.join(first * g, second * g), [SLICES, ROWS, 8])
+        step = gl.reshape(gl.join(first, second), [SLICES, ROWS, 8])
     else:
         byte = scales.to(gl.int32)
-        bits = gl.where(byte == 0, 0x00400000, byte << 23)  # byte 0 is the subnormal 2**-127
+        bits = gl.maximum(byte << 23, 0x00400000)  # byte 0 is the subnormal 2**-127
         step = gl.where(byte == 255, 0x7FC00000, bits).to(gl.float32, bitcast=True)
     return gl.convert_layout(step, STEPS, assert_trivial=True)
 
@@ -214,7 +252,8 @@ def spread_steps(
 def decoded_pairs(codes, steps, FORMAT: gl.constexpr, dtype: gl.constexpr, QUICK: gl.constexpr):
     """Codes `[.., 32]` (int16) under steps of the same shape: four tensors `[.., 32]` of `dtype`.
 
-    Element 2 * i + b of tensor j is the code 8 * i + 2 * j + b. QUICK: no step lies near the subnormal numbers.
+    Element 2 * i + b of tensor j is the code 8 * i + 4 * b + j; of nvfp4, a power of two that `multiplied` takes back
+    too small. QUICK: no E8M0 scale is above QUICK_BYTE.
     """
     ASSEMBLY: gl.constexpr = _assembly(FORMAT, dtype, QUICK)
     if dtype == gl.bfloat16:
@@ -229,9 +268,10 @@ def decoded_pairs(codes, steps, FORMAT: gl.constexpr, dtype: gl.constexpr, QUICK
 
 
 @gluon.jit
-def any_tiny(g):
-    """Whether a step under one of the decode multipliers `g` may lie near the subnormal numbers."""
-    return gl.max(gl.where(gl.abs(g) < 1.0e-33, 1, 0)) > 0  # the smallest scale is 2**-9
+def multiplied(total, g, dtype: gl.constexpr):
+    """A float32 sum of decoded NVFP4 weights of `dtype` times inputs, times its row's decode multiplier."""
+    UP: gl.constexpr = _BFLOAT16_UP if dtype == gl.bfloat16 else _FLOAT16_UP
+    return total * UP * g
 
 
 @gluon.jit
@@ -244,8 +284,8 @@ def left_operand(w, SLICES: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constex
 @gluon.jit
 def right_operands(x, SLICES: gl.constexpr, TOKENS: gl.constexpr, LAYOUT: gl.constexpr):
     """x `[SLICES, TOKENS, 128]` of `token_layout` as right operands `[SLICES, 32, TOKENS]` of the four pairs."""
-    # A thread's value 32 * t + 16 * h + 8 * w + 2 * j + b is column (h, t, w, b) of operand j.
-    x = gl.permute(gl.reshape(x, [SLICES, TOKENS, 4, 2, 2, 4, 2]), [0, 1, 3, 2, 4, 6, 5])
+    # A thread's value 32 * t + 16 * h + 8 * w + 4 * b + j is column (h, t, w, b) of operand j.
+    x = gl.permute(gl.reshape(x, [SLICES, TOKENS, 4, 2, 2, 2, 4]), [0, 1, 3, 2, 4, 5, 6])
     even, odd = gl.split(gl.reshape(x, [SLICES, TOKENS, 32, 2, 2]))
     x0, x2 = gl.split(even)
     x1, x3 = gl.split(odd)

@@ -18,14 +18,15 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from .triton_configs import Config, tokens_tile
 from .triton_gemm_decode import (
+    QUICK_BYTE,
     aligned,
-    any_tiny,
     block_steps,
     code_layout,
     codes_of,
     decoded_pairs,
     left_operand,
     matrix_ends,
+    multiplied,
     multiplier_strides,
     right_operands,
     row_groups,
@@ -125,8 +126,7 @@ def _launch(
     count, mode, tokens = launch
     n, k = codes.shape[-2], x.shape[-1]
     slices, row_warps, groups, split, registers = config
-    chunks = triton.cdiv(k, 128)
-    steps = triton.cdiv(chunks, slices * split)
+    steps = triton.cdiv(triton.cdiv(k, 128), slices * split)
     _product_kernel[(triton.cdiv(n, 16 * row_warps * groups), count, split)](
         x,
         bytes_of(codes).view(torch.int32),
@@ -150,7 +150,7 @@ def _launch(
         ROW_WARPS=row_warps,
         GROUPS=groups,
         TOKENS=tokens,
-        EVEN=chunks == steps * slices * split and k % 128 == 0,
+        EVEN=k == 128 * steps * slices * split,
         num_warps=slices * row_warps,
         maxnreg=registers,
     )
@@ -250,16 +250,29 @@ def _product_kernel(
     code_rows = codes_ptr + (row_base + gl.minimum(row_codes, n - 1)).to(gl.int64) * code_stride
     scale_rows = scales_ptr + (row_base + gl.minimum(row_scales, n - 1)).to(gl.int64) * scale_stride
     x_rows = x_ptr + shard_0.to(gl.int64) * x_shard_stride + (token // per_row).to(gl.int64) * k
-    if FORMAT == "nvfp4":
-        shard = (row_scales >= end_0).to(gl.int32) + (row_scales >= end_1).to(gl.int32)
-        shard += (row_scales >= end_2).to(gl.int32)
-        g = gl.load(g_ptr + expert * g_expert_stride + shard * g_step + gl.minimum(row_scales, n - 1) * g_row_step)
-    else:
-        g = 0.0
-
-    if FORMAT == "nvfp4":
-        if any_tiny(g):
-            out = _multiplied(
+    out, largest = _sums(
+        x_rows,
+        at_tokens,
+        here,
+        code_rows,
+        at_codes,
+        scale_rows,
+        at_scales,
+        k,
+        code_stride,
+        scale_stride,
+        steps,
+        FORMAT,
+        SLICES,
+        ROW_WARPS,
+        GROUPS,
+        TOKENS,
+        EVEN,
+        True,
+    )
+    if FORMAT == "mxfp4":  # noqa: SIM102 (the inner one is the card's)
+        if largest > QUICK_BYTE:  # a scale above 2, or NaN: once more, the general way
+            out, largest = _sums(
                 x_rows,
                 at_tokens,
                 here,
@@ -267,7 +280,6 @@ def _product_kernel(
                 at_codes,
                 scale_rows,
                 at_scales,
-                g,
                 k,
                 code_stride,
                 scale_stride,
@@ -280,61 +292,21 @@ def _product_kernel(
                 EVEN,
                 False,
             )
-        else:
-            out = _multiplied(
-                x_rows,
-                at_tokens,
-                here,
-                code_rows,
-                at_codes,
-                scale_rows,
-                at_scales,
-                g,
-                k,
-                code_stride,
-                scale_stride,
-                steps,
-                FORMAT,
-                SLICES,
-                ROW_WARPS,
-                GROUPS,
-                TOKENS,
-                EVEN,
-                True,
-            )
-    else:
-        out = _multiplied(
-            x_rows,
-            at_tokens,
-            here,
-            code_rows,
-            at_codes,
-            scale_rows,
-            at_scales,
-            g,
-            k,
-            code_stride,
-            scale_stride,
-            steps,
-            FORMAT,
-            SLICES,
-            ROW_WARPS,
-            GROUPS,
-            TOKENS,
-            EVEN,
-            True,
-        )
 
     row_out = gl.arange(0, GROUP, gl.SliceLayout(1, out_at))[:, None]
     rows_out = out_ptr + (gl.program_id(2) * m + token_out).to(gl.int64) * n
     for i in gl.static_range(GROUPS):
         row = row_0 + i * GROUP + row_out
         total = gl.sum(out[i], 0)
+        if FORMAT == "nvfp4":
+            shard = (row >= end_0).to(gl.int32) + (row >= end_1).to(gl.int32) + (row >= end_2).to(gl.int32)
+            g_row = expert * g_expert_stride + shard * g_step + gl.minimum(row, n - 1) * g_row_step
+            total = multiplied(total, gl.load(g_ptr + g_row), x_ptr.dtype.element_ty)
         gl.store(rows_out + row, total.to(out_ptr.dtype.element_ty), mask=here_out & (row < n))
 
 
 @gluon.jit
-def _multiplied(
+def _sums(
     x_rows,
     at_tokens,
     here,
@@ -342,7 +314,6 @@ def _multiplied(
     at_codes,
     scale_rows,
     at_scales,
-    g,
     k,
     code_stride,
     scale_stride,
@@ -355,7 +326,8 @@ def _multiplied(
     EVEN: gl.constexpr,
     QUICK: gl.constexpr,
 ):
-    """Rows times tokens over this program's part of K: GROUPS tensors of float32 `[SLICES, GROUP, TOKENS]`."""
+    """Rows times tokens over this program's part of K: GROUPS tensors of float32 `[SLICES, GROUP, TOKENS]`; and the
+    largest E8M0 scale (mxfp4)."""
     BLOCK: gl.constexpr = 16 if FORMAT == "nvfp4" else 32
     GROUP: gl.constexpr = 16 * ROW_WARPS
     ROWS: gl.constexpr = GROUP * GROUPS
@@ -371,6 +343,7 @@ def _multiplied(
     out = (gl.zeros([SLICES, GROUP, TOKENS], gl.float32, accumulator),) * GROUPS
     codes = _loaded(code_rows, at_codes, code_stride, EVEN)
     scales = _loaded(scale_rows, at_scales, scale_stride, EVEN)
+    largest = scales.to(gl.int32)
     for step in range(steps):
         # The next codes are on their way while these are multiplied; the last step reads its own once more.
         ahead = SLICES * gl.where(step + 1 < steps, 1, 0)
@@ -382,7 +355,7 @@ def _multiplied(
         next_scales = _loaded(scale_rows, at_scales, scale_stride, EVEN)
         x0, x1, x2, x3 = right_operands(x, SLICES, TOKENS, right)
         steps_spread = spread_steps(
-            block_steps(scales, g, SLICES, ROWS, FORMAT, steps_at), SLICES, ROWS, BLOCK, codes_at, scales_spread
+            block_steps(scales, SLICES, ROWS, FORMAT, steps_at), SLICES, ROWS, BLOCK, codes_at, scales_spread
         )
         code_groups = row_groups(
             gl.reshape(codes_of(codes, SLICES, ROWS, codes_at), [SLICES, GROUPS, GROUP, 32]), GROUPS
@@ -399,7 +372,13 @@ def _multiplied(
         out = sums
         codes = next_codes
         scales = next_scales
-    return out
+        if FORMAT == "mxfp4":
+            largest = gl.maximum(largest, scales.to(gl.int32))
+    if FORMAT == "mxfp4":
+        most = gl.max(gl.reshape(largest, [SLICES * ROWS * 4]), 0)
+    else:
+        most = 0
+    return out, most
 
 
 @gluon.jit

@@ -25,12 +25,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .triton_configs import WideConfig
 from .triton_gemm_decode import (
+    QUICK_BYTE,
     aligned,
     block_steps,
     code_layout,
     codes_of,
     decoded_pairs,
     matrix_ends,
+    multiplied,
     multiplier_strides,
     scale_layout,
     spread_steps,
@@ -58,10 +60,10 @@ def supports(device: torch.device, dtype: torch.dtype, k: int) -> bool:
 def order_tokens(x: Tensor) -> Tensor:
     """x `[.., K]` with the 128 values of each chunk of K in the order in which the kernel multiplies them."""
     x = x.contiguous()
-    out, words = torch.empty_like(x), x.numel() // 2
-    if words:
-        _order_kernel[(triton.cdiv(words, 2048),)](
-            x.view(torch.int32), out.view(torch.int32), words, TILE=2048, num_warps=4
+    out, count = torch.empty_like(x), x.numel()
+    if count:
+        _order_kernel[(triton.cdiv(count, 4096),)](
+            x.view(torch.int16), out.view(torch.int16), count, TILE=4096, num_warps=4
         )
     return out
 
@@ -178,13 +180,13 @@ def _launch(
 
 
 @triton.jit
-def _order_kernel(x_ptr, out_ptr, words, TILE: tl.constexpr):
-    """Pairs of values: pair (j, s, h, t) of a chunk is the pair (t, s, h, j) of x."""
+def _order_kernel(x_ptr, out_ptr, count, TILE: tl.constexpr):
+    """Value (j, s, t, b) of a chunk is the value (t, s, b, j) of x: of 4, 4, 4 and 2."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    pair = at & 63
-    source = ((pair & 3) << 4) | (((pair >> 2) & 3) << 2) | (pair >> 4)
-    x = tl.load(x_ptr + (at - pair + source), mask=at < words, other=0)
-    tl.store(out_ptr + at, x, mask=at < words)
+    here = at & 127
+    source = (((here >> 1) & 3) << 5) | (((here >> 3) & 3) << 3) | ((here & 1) << 2) | (here >> 5)
+    x = tl.load(x_ptr + (at - here + source), mask=at < count, other=0)
+    tl.store(out_ptr + at, x, mask=at < count)
 
 
 @gluon.jit
@@ -218,16 +220,11 @@ def _wgmma_kernel(
     WARPGROUPS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    BLOCK: gl.constexpr = 16 if FORMAT == "nvfp4" else 32
     WARPS: gl.constexpr = 4 * WARPGROUPS
     ROWS: gl.constexpr = 64 * WARPGROUPS
     accumulator: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, TOKENS, 16]
     )
-    left: gl.constexpr = gl.DotOperandLayout(0, accumulator, 2)
-    codes_at: gl.constexpr = code_layout(1, WARPS, ROWS)
-    scales_spread: gl.constexpr = scale_layout(1, WARPS, ROWS, BLOCK)
-    steps_at: gl.constexpr = gl.SliceLayout(3, scales_spread)
     words_at: gl.constexpr = word_layout(1, WARPS, ROWS)
     scales_at: gl.constexpr = stored_scale_layout(1, WARPS, ROWS)
     copied: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
@@ -272,24 +269,80 @@ def _wgmma_kernel(
     scale_ptrs += chunk * 4 + at_scales
     x_rows = x_ptr + shard_0.to(gl.int64) * x_shard_stride + (token // per_row).to(gl.int64) * k + chunk * 128
     x_ptrs = x_rows[:, None] + gl.arange(0, 128, gl.SliceLayout(0, copied))[None, :]
-    if FORMAT == "nvfp4":
-        shard = (row_scales >= end_0).to(gl.int32) + (row_scales >= end_1).to(gl.int32)
-        shard += (row_scales >= end_2).to(gl.int32)
-        g = gl.load(g_ptr + expert * g_expert_stride + shard * g_step + gl.minimum(row_scales, n - 1) * g_row_step)
-    else:
-        g = 0.0
-
     x_shared = gl.allocate_shared_memory(dtype, [STAGES, TOKENS, 128], shared)
+    total, largest = _sums(
+        x_shared,
+        x_ptrs,
+        here,
+        code_ptrs,
+        scale_ptrs,
+        chunks,
+        FORMAT,
+        TOKENS,
+        WARPGROUPS,
+        STAGES,
+        True,
+    )
+    if FORMAT == "mxfp4":  # noqa: SIM102 (the inner one is the card's)
+        if largest > QUICK_BYTE:  # a scale above 2, or NaN: once more, the general way
+            total, largest = _sums(
+                x_shared,
+                x_ptrs,
+                here,
+                code_ptrs,
+                scale_ptrs,
+                chunks,
+                FORMAT,
+                TOKENS,
+                WARPGROUPS,
+                STAGES,
+                False,
+            )
+
+    row_out = row_0 + gl.arange(0, ROWS, gl.SliceLayout(1, accumulator))
+    if FORMAT == "nvfp4":
+        shard = (row_out >= end_0).to(gl.int32) + (row_out >= end_1).to(gl.int32) + (row_out >= end_2).to(gl.int32)
+        g_row = expert * g_expert_stride + shard * g_step + gl.minimum(row_out, n - 1) * g_row_step
+        total = multiplied(total, gl.load(g_ptr + g_row)[:, None], dtype)
+    out_ptrs = out_ptr + ((gl.program_id(2) * m + token_out).to(gl.int64) * n)[None, :] + row_out[:, None]
+    gl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=here_out[None, :] & (row_out < n)[:, None])
+
+
+@gluon.jit
+def _sums(
+    x_shared,
+    x_ptrs,
+    here,
+    code_ptrs,
+    scale_ptrs,
+    chunks,
+    FORMAT: gl.constexpr,
+    TOKENS: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    QUICK: gl.constexpr,
+):
+    """Rows times tokens over `chunks` chunks of K: float32 `[ROWS, TOKENS]`; and the largest E8M0 scale (mxfp4)."""
+    BLOCK: gl.constexpr = 16 if FORMAT == "nvfp4" else 32
+    WARPS: gl.constexpr = 4 * WARPGROUPS
+    ROWS: gl.constexpr = 64 * WARPGROUPS
+    accumulator: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, TOKENS, 16]
+    )
+    left: gl.constexpr = gl.DotOperandLayout(0, accumulator, 2)
+    codes_at: gl.constexpr = code_layout(1, WARPS, ROWS)
+    scales_spread: gl.constexpr = scale_layout(1, WARPS, ROWS, BLOCK)
+    steps_at: gl.constexpr = gl.SliceLayout(3, scales_spread)
+    dtype: gl.constexpr = x_ptrs.dtype.element_ty
     for stage in gl.static_range(STAGES - 1):
         _copy_tokens(x_shared, x_ptrs, here, stage, stage, chunks)
     total = gl.zeros([ROWS, TOKENS], gl.float32, accumulator)
     codes = gl.load(code_ptrs)
     scales = gl.load(scale_ptrs)
+    largest = scales.to(gl.int32)
     for step in range(chunks):
-        spread = spread_steps(
-            block_steps(scales, g, 1, ROWS, FORMAT, steps_at), 1, ROWS, BLOCK, codes_at, scales_spread
-        )
-        w0, w1, w2, w3 = decoded_pairs(codes_of(codes, 1, ROWS, codes_at), spread, FORMAT, dtype, False)
+        spread = spread_steps(block_steps(scales, 1, ROWS, FORMAT, steps_at), 1, ROWS, BLOCK, codes_at, scales_spread)
+        w0, w1, w2, w3 = decoded_pairs(codes_of(codes, 1, ROWS, codes_at), spread, FORMAT, dtype, QUICK)
         w = _left(gl.join(gl.join(w0, w2), gl.join(w1, w3)), ROWS, left)
         # The next codes are on their way while these are multiplied; the last step reads its own once more.
         ahead = gl.where(step + 1 < chunks, 1, 0)
@@ -297,6 +350,8 @@ def _wgmma_kernel(
         scale_ptrs += ahead * 4
         codes = gl.load(code_ptrs)
         scales = gl.load(scale_ptrs)
+        if FORMAT == "mxfp4":
+            largest = gl.maximum(largest, scales.to(gl.int32))
         async_copy.wait_group(STAGES - 2)
         fence_async_shared()  # each thread's own copies, before all threads meet: the matrix unit reads past the cache
         _barrier()
@@ -307,10 +362,11 @@ def _wgmma_kernel(
         # into them: the product must end before that. Meanwhile the multiprocessor's other programs decode.
         total = warpgroup_mma_wait(0, deps=(product,))
     async_copy.wait_group(0)
-
-    row_out = row_0 + gl.arange(0, ROWS, gl.SliceLayout(1, accumulator))
-    out_ptrs = out_ptr + ((gl.program_id(2) * m + token_out).to(gl.int64) * n)[None, :] + row_out[:, None]
-    gl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=here_out[None, :] & (row_out < n)[:, None])
+    if FORMAT == "mxfp4":
+        most = gl.max(gl.reshape(largest, [ROWS * 4]), 0)
+    else:
+        most = 0
+    return total, most
 
 
 @gluon.jit

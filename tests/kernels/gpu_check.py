@@ -20,7 +20,15 @@ import torch
 from torch import Tensor
 
 from_source.make_importable()
-from workbench.kernels import blocks, elements, mx, nvfp4, reference, tables  # noqa: E402
+from workbench.kernels import (  # noqa: E402
+    blocks,
+    elements,
+    mx,
+    nvfp4,
+    reference,
+    tables,
+    triton_routes,
+)
 from workbench.kernels import triton_activation as act  # noqa: E402
 from workbench.kernels import triton_dequantize as deq  # noqa: E402
 from workbench.kernels import triton_error_details as details  # noqa: E402
@@ -247,26 +255,76 @@ def check_products() -> None:
         else:
             (codes, scales), g = reference.mxfp4_quantize(w), None
             dense = reference.mxfp4_dequantize(codes, scales)
-        dense = dense.bfloat16().double()
         for m in (1, 2, 16, 33, 64, 200):
             for activation, s in (("none", None), ("nvfp4", None), ("nvfp4", static), ("mxfp4", None)):
                 x = x_all[:m]
-                parts = [t if t is None else t.cuda() for t in (x, codes, scales, None if g is None else g.view(1), s)]
-                y = gemm.packed_linear(*parts, None, [n], weight_format, activation)
+                packed = [t if t is None else t.cuda() for t in (codes, scales, None if g is None else g.view(1))]
+                y = gemm.packed_linear(
+                    x.cuda(), *packed, None if s is None else s.cuda(), None, [n], weight_format, activation
+                )
                 if activation != "none":
                     x = (
                         reference.mxfp4_qdq_activation(x)
                         if activation == "mxfp4"
                         else reference.nvfp4_qdq_activation(x, s)
                     )
-                expected = x.double() @ dense.T
-                bound = 2.0**-8 * expected.abs() + 2e-6 * (x.double().abs() @ dense.abs().T)
-                check_near(f"linear {weight_format} {activation} M={m}", y, expected, bound)
+                _check_product(f"{weight_format} {activation} M={m}", y, x, dense, packed)
+    _check_odd_scales()
     for dtype in (torch.bfloat16, torch.float32):
         for rule, spread in (("even", "tensor"), ("even", "row"), ("even", "shard"), ("floor", "tensor")):
             _check_error_sums(dtype, rule, spread)
         _check_error_details(dtype)
     _check_experts()
+
+
+def _check_product(name: str, y: Tensor, x: Tensor, dense: Tensor, packed: list[Tensor | None]) -> None:
+    """Of weights as they are, or rounded to x's dtype where the route rounds them."""
+    routes = triton_routes.linear_routes(x.cuda(), *packed, [dense.shape[0]])
+    if triton_routes.default_route(x.shape[0], routes) in ("portable", "decode"):
+        dense = dense.to(x.dtype)
+    dense, x = dense.double(), x.double()
+    bound = torch.finfo(y.dtype).eps / 2 * 1.001 * (x @ dense.T).abs() + 2e-6 * (x.abs() @ dense.abs().T)
+    check_near(f"linear {name}", y, x @ dense.T, bound)
+
+
+def _check_odd_scales() -> None:
+    """Every code under every scale that is a number, large and tiny decode multipliers, a multiplier a row, and scales
+    above 2 or NaN in a few rows alone, in both 16-bit types: one token, of ones, sees each weight."""
+    codes = torch.arange(16, dtype=torch.uint8).repeat(1, 8) * 17  # every code twice in 32
+    for dtype in (torch.bfloat16, torch.float16):
+        every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        scales = every[every.float().isfinite()].repeat(2)[: 23 * 16].view(23, 16)
+        large = 3.0e4 if dtype == torch.float16 else 1e30
+        for g in (torch.tensor([2.0**-20]), torch.tensor([large]), torch.rand(23) / 64):
+            w = reference.nvfp4_dequantize(codes.expand(23, 128), scales, g if g.numel() == 1 else g[:, None])
+            _check_each(f"nvfp4 {dtype} {g[0].item():g}", "nvfp4", codes, scales, g, w, dtype)
+        usual = 100 + torch.arange(23 * 8).remainder(29).view(23, 8)
+        for name, high in (("usual", 127), ("above 2 in one row", 131), ("NaN in one row", 255), ("huge", 250)):
+            scales = usual.clone()
+            scales[5, 3] = high
+            scales = scales.to(torch.uint8)
+            w = reference.mxfp4_dequantize(codes.expand(23, 128), scales)
+            _check_each(f"mxfp4 {dtype} {name}", "mxfp4", codes, scales, None, w, dtype)
+
+
+def _check_each(
+    name: str, weight_format: str, codes: Tensor, scales: Tensor, g: Tensor | None, w: Tensor, dtype: torch.dtype
+) -> None:
+    n, k = w.shape
+    packed = [None if t is None else t.cuda() for t in (codes.expand(n, k // 2).contiguous(), scales, g)]
+    for m in (1, 16, 40):
+        x = torch.zeros(m, k)
+        at = torch.arange(m) * 5 % k
+        x[torch.arange(m), at] = 1.0
+        y = gemm.packed_linear(x.to(dtype).cuda(), *packed, None, None, [n], weight_format, "none")
+        found, same = y.cpu(), torch.zeros(m, n, dtype=torch.bool)
+        broken = ~(w if g is not None else w.to(dtype)).isfinite().all(1)  # 0 times what is no number
+        for way in (-1, 0, 1):  # a float32 product's last bit
+            expected = (w * (1.0 + way * 2.0**-22 * (g is not None)))[:, at].T.contiguous().to(dtype)
+            expected[:, broken] = float("nan")
+            same |= (found == expected) | (found.isnan() & expected.isnan())
+        if not bool(same.all()):
+            failures.append(f"each weight {name} M={m}: {int((~same).sum())} of {same.numel()} differ")
 
 
 def _experts(experts: int, hidden: int, inner: int, tokens: int, k: int) -> tuple[Tensor, ...]:

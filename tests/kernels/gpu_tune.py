@@ -2,7 +2,7 @@
 
     python tests/kernels/gpu_tune.py [--out tune.json] [--only linear|experts|routes]
 
-Needs torch and triton alone. A result is compared with the float64 product of the decoded weights (rounded to bfloat16)
+Needs torch and triton alone. A result is compared with the float64 product of the decoded weights
 before it is timed. Kernels compile in several processes first, into the cache that the timings then read.
 """
 
@@ -97,10 +97,10 @@ def packed(weight_format: str, n: int, k: int) -> tuple[Tensor, Tensor, Tensor |
     return codes, scales, g.view(1)
 
 
-def decoded(codes: Tensor, scales: Tensor, g: Tensor | None) -> Tensor:
+def decoded(codes: Tensor, scales: Tensor, g: Tensor | None, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     if g is None:
-        return deq.mxfp4_dequantize(codes, scales, torch.bfloat16)
-    return deq.nvfp4_dequantize(codes, scales, g, torch.bfloat16)
+        return deq.mxfp4_dequantize(codes, scales, dtype)
+    return deq.nvfp4_dequantize(codes, scales, g, dtype)
 
 
 def grouped(
@@ -184,7 +184,7 @@ def tune_linear() -> None:
         timed(f"cublas M={m}", "cublas", [lambda w=w, m=m: torch.nn.functional.linear(x[m], w) for w in dense])
     for weight_format in ("nvfp4", "mxfp4"):
         weights = [packed(weight_format, N, K) for _ in range(9)]  # more than four times the second-level cache
-        w = decoded(*weights[0]).double()
+        w = decoded(*weights[0], torch.float32).double()
         for size, configs in LINEAR.items():
             for numbers in configs:
                 name = str(tuple(numbers))
@@ -308,7 +308,7 @@ def _checked_rows(rows: Tensor, weight: tuple[Tensor, ...], ids: Tensor, per_row
     for a in at.tolist():
         e = int(ids[a])
         g = weight[2][e].repeat_interleave(weight[0].shape[1] // weight[2].shape[1]).unsqueeze(-1)
-        w = deq.nvfp4_dequantize(weight[0][e], weight[1][e], g, torch.bfloat16).double()
+        w = deq.nvfp4_dequantize(weight[0][e], weight[1][e], g, torch.float32).double()
         row = rows[0, a // per_row].double()
         expected.append(w @ row)
         bound.append(w.abs() @ row.abs())

@@ -1,17 +1,19 @@
 """The GEMM kernels in Gluon, which neither interpret nor run without a card: their code, and what it computes.
 
 The assembly that decodes is run here instruction by instruction and compared with the reference for every code and
-many scales; the kernels compile for Hopper and Blackwell to the instructions meant.
+every scale; the kernels compile for Hopper and Blackwell to the instructions meant.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from workbench.kernels import reference
 
 pytest.importorskip("triton.experimental.gluon")
@@ -27,103 +29,126 @@ DTYPES = {"bf16x2": torch.bfloat16, "f16x2": torch.float16}
 # ---- what the assembly computes --------------------------------------------------------------------------------------
 
 
-def permute(a: int, b: int, selector: int) -> int:
-    """`prmt.b32`: each byte of the result is one of the eight of a and b."""
-    source = [(a >> 8 * i) & 255 for i in range(4)] + [(b >> 8 * i) & 255 for i in range(4)]
-    chosen = [(selector >> 4 * i) & 15 for i in range(4)]
-    assert all(c < 8 for c in chosen), "no byte is replicated from its sign"
-    return sum(source[c] << 8 * i for i, c in enumerate(chosen))
+def number(pattern: int) -> float:
+    """The float32 of these bits."""
+    return torch.tensor([pattern], dtype=torch.int64).int().view(torch.float32).item()
 
 
 def convert(kind: str, high: float, low: float) -> int:
     """`cvt.rn.{kind}.f32`."""
-    pair = torch.tensor([low, high], dtype=torch.float32).to(DTYPES[kind])
-    low_bits, high_bits = pair.view(torch.int16).tolist()
+    low_bits, high_bits = torch.tensor([low, high], dtype=torch.float32).to(DTYPES[kind]).view(torch.int16).tolist()
     return (high_bits & 0xFFFF) << 16 | (low_bits & 0xFFFF)
 
 
+def fused(kind: str, a: int, b: int, c: int) -> int:
+    """`fma.rn.{kind}` of a, b and -0: the product, rounded once."""
+    assert c == 0x80008000
+    pairs = [torch.tensor([t & 0xFFFF, t >> 16]).to(torch.int16).view(DTYPES[kind]) for t in (a, b)]
+    low, high = (pairs[0] * pairs[1]).view(torch.int16).tolist()
+    return (high & 0xFFFF) << 16 | (low & 0xFFFF)
+
+
+def select(a: int, b: int, c: int, table: int) -> int:
+    """`lop3.b32`: where c, a, else b."""
+    assert table == 0xE4
+    return (a & c) | (b & ~c & 0xFFFFFFFF)
+
+
+def in_float32(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[float, float], float]:
+    return lambda a, b: function(torch.tensor(a, dtype=torch.float32), torch.tensor(b, dtype=torch.float32)).item()
+
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "mul.rn.f32": in_float32(torch.mul),
+    "min.f32": in_float32(torch.fmin),
+    "max.f32": in_float32(torch.fmax),
+    "min.NaN.f32": in_float32(torch.minimum),
+    "and.b32": lambda a, b: a & b,
+    "shl.b32": lambda a, b: (a << b) & 0xFFFFFFFF,
+    "shr.u32": lambda a, b: a >> b,
+    "lop3.b32": select,
+    "mov.b32": lambda a: a,
+    **{f"fma.rn.{kind}": partial(fused, kind) for kind in DTYPES},
+    **{f"cvt.rn.{kind}.f32": partial(convert, kind) for kind in DTYPES},
+}
+
+
 def run_assembly(text: str, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Registers after `text`: integers, and floats in v0..v7 and the steps."""
+    """Registers after `text`: integers, and floats in v, f and the scales."""
     values = dict(inputs)
 
     def value(name: str) -> Any:
         if name.startswith("0f"):
-            return torch.tensor([int(name[2:], 16)], dtype=torch.int64).int().view(torch.float32).item()
+            return number(int(name[2:], 16))
         return int(name, 0) if name[0].isdigit() else values[name]
 
-    def multiply(a: float, b: float) -> float:
-        return (torch.tensor(a, dtype=torch.float32) * torch.tensor(b, dtype=torch.float32)).item()
-
-    def fused(kind: str, a: int, b: int, c: int) -> int:
-        assert c == 0x80008000  # two of -0
-        halves = []
-        for shift in (0, 16):
-            values = [
-                torch.tensor([(t >> shift) & 0xFFFF], dtype=torch.int32).short().view(DTYPES[kind]) for t in (a, b)
-            ]
-            halves.append(int((values[0] * values[1]).view(torch.int16).item()) & 0xFFFF)
-        return halves[1] << 16 | halves[0]
-
-    def select(a: int, b: int, c: int, table: int) -> int:
-        assert table == 0x78
-        return a ^ (b & c)
-
-    operations: dict[str, Callable[..., Any]] = {
-        "mul.rn.f32": multiply,
-        "prmt.b32": permute,
-        "and.b32": lambda a, b: a & b,
-        "shl.b32": lambda a, b: (a << b) & 0xFFFFFFFF,
-        "shr.u32": lambda a, b: a >> b,
-        "lop3.b32": select,
-        "mov.b32": lambda a: a,
-        "fma.rn.bf16x2": lambda a, b, c: fused("bf16x2", a, b, c),
-    }
     for line in text.splitlines():
         if line in ("{", "}") or line.startswith(".reg"):
             continue
-        name, arguments = line.rstrip(";").split(" ", 1)
+        name, arguments = line.split(" //")[0].rstrip(";").split(" ", 1)
         target, *sources = arguments.split(", ")
-        kind = re.fullmatch(r"cvt\.rn\.(\w+)\.f32", name)
-        values[target] = convert(kind[1], *map(value, sources)) if kind else operations[name](*map(value, sources[:4]))
+        values[target] = OPERATIONS[name](*map(value, sources))
     return values
 
 
-@pytest.mark.parametrize(("kind", "quick"), [("bf16x2", False), ("bf16x2", True), ("f16x2", False)])
-@pytest.mark.parametrize(("weight_format", "words"), [("nvfp4", 2), ("mxfp4", 4)])
-def test_the_decoding_assembly_gives_the_references_values(
-    weight_format: str, words: int, kind: str, quick: bool
-) -> None:
-    text = triton_gemm_decode._decode_assembly(kind, words, quick)
-    generator = torch.Generator().manual_seed(0)
-    every = torch.arange(256).to(torch.uint8).view(16, 16)  # 16 bytes a row: every pair of codes
-    if weight_format == "nvfp4":
-        scales = torch.randint(0, 256, (16, 2), generator=generator).to(torch.uint8).view(torch.float8_e4m3fn)
-        g = torch.tensor([0.013, -0.5, 1.1e-33 if quick else 2.0**-130, 1e36] * 4)[:, None]
-        steps = scales.float() * g
-        expected = reference.nvfp4_dequantize(every, scales, g)
-    else:
-        scales = torch.tensor([0, 1, 100, 120, 126, 127, 128, 130, 140, 200, 250, 252, 254, 255, 64, 3])[:, None]
-        steps = reference.e8m0_values(scales.to(torch.uint8))
-        expected = reference.mxfp4_dequantize(every, scales.to(torch.uint8))
-    expected = expected.to(DTYPES[kind])
-    for row in range(16):
-        codes = every[row].view(torch.int32).tolist()
-        inputs: dict[str, Any] = {f"${16 + i}": code & 0xFFFFFFFF for i, code in enumerate(codes)}
-        inputs |= {f"${20 + i}": steps[row, i // 4 if words == 2 else 0].item() for i in range(8)}
-        out = run_assembly(text, inputs)
-        pairs = [out[f"${4 * j + word}"] for word in range(4) for j in range(4)]
-        bits = torch.tensor([half for pair in pairs for half in (pair & 0xFFFF, pair >> 16)]).to(torch.int16)
-        found = bits.view(DTYPES[kind])
-        same = (bits == expected[row].view(torch.int16)) | (found.isnan() & expected[row].isnan())
-        assert bool(same.all()), row
+def decoded(text: str, codes: Tensor, scales: list[float], kind: str) -> Tensor:
+    """Values of 16 bytes of codes under the scales of their blocks, in the codes' order."""
+    words = codes.view(torch.int32).tolist()
+    inputs: dict[str, Any] = {f"${16 + i}": word & 0xFFFFFFFF for i, word in enumerate(words)}
+    inputs |= {f"${20 + i}": scales[i * len(scales) // 8] for i in range(8)}
+    out = run_assembly(text, inputs)
+    halves = [out[f"${4 * j + word}"] >> 16 * b & 0xFFFF for word in range(4) for b in range(2) for j in range(4)]
+    return torch.tensor(halves).to(torch.int16).view(DTYPES[kind])
+
+
+EVERY_CODE = torch.arange(256).to(torch.uint8).view(16, 16)  # 16 bytes a row: every pair of codes
+
+
+def same(found: Tensor, expected: Tensor) -> bool:
+    """The same bits, any NaN being a NaN."""
+    equal = found.view(torch.int16) == expected.view(torch.int16)
+    return bool((equal | (found.isnan() & expected.isnan())).all())
+
+
+@pytest.mark.parametrize("kind", ["bf16x2", "f16x2"])
+def test_nvfp4_is_decoded_without_rounding(kind: str) -> None:
+    text = triton_gemm_decode._decode_assembly(kind, "nvfp4")
+    small = 2.0 ** -triton_gemm_decode._KINDS[kind].nvfp4_shift
+    every = torch.arange(256).to(torch.uint8).view(128, 2).view(torch.float8_e4m3fn)
+    for i, scales in enumerate(every):
+        codes = EVERY_CODE[i % 16]
+        exact = reference.nvfp4_dequantize(codes[None], scales[None], torch.tensor(1.0))[0] * small
+        expected = exact.to(DTYPES[kind])
+        assert torch.equal(expected.float().nan_to_num(7), exact.nan_to_num(7))  # the type holds it
+        assert same(decoded(text, codes, scales.float().tolist(), kind), expected), scales
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("kind", ["bf16x2", "f16x2"])
+def test_mxfp4_is_decoded_as_the_reference_rounds_it(kind: str, quick: bool) -> None:
+    text = triton_gemm_decode._decode_assembly(kind, "mxfp4", quick)
+    for byte in range(triton_gemm_decode.QUICK_BYTE.value + 1 if quick else 256):
+        codes, scale = EVERY_CODE[byte % 16], torch.tensor([byte], dtype=torch.uint8)
+        expected = reference.mxfp4_dequantize(codes[None], scale[None])[0].to(DTYPES[kind])
+        assert same(decoded(text, codes, reference.e8m0_values(scale).tolist(), kind), expected), byte
+
+
+def test_every_code_stands_at_its_place() -> None:
+    for kind in DTYPES:
+        for weight_format in ("nvfp4", "mxfp4"):
+            text = triton_gemm_decode._decode_assembly(kind, weight_format)
+            up = 2.0 ** triton_gemm_decode._KINDS[kind].nvfp4_shift if weight_format == "nvfp4" else 1.0
+            for row in EVERY_CODE:
+                expected = reference.mxfp4_dequantize(row[None], torch.tensor([[127]], dtype=torch.uint8))[0]
+                assert torch.equal(decoded(text, row, [1.0, 1.0], kind).float() * up, expected)
 
 
 @interpreted
 def test_tokens_are_ordered_as_the_codes_are_multiplied() -> None:
     x = torch.stack([torch.arange(256, dtype=torch.int16) + 256 * i for i in range(3)]).view(torch.bfloat16)
-    found = triton_gemm_wgmma.order_tokens(x).view(torch.int16).view(3, 2, 4, 2, 2, 4, 2)  # chunk, j, s, h, t, b
-    natural = x.view(torch.int16).view(3, 2, 4, 2, 2, 4, 2)  # chunk, t, s, h, j, b
-    assert torch.equal(found, natural.permute(0, 1, 5, 3, 4, 2, 6))
+    found = triton_gemm_wgmma.order_tokens(x).view(torch.int16).view(3, 2, 4, 4, 4, 2)  # chunk, j, s, t, b
+    natural = x.view(torch.int16).view(3, 2, 4, 4, 2, 4)  # chunk, t, s, b, j
+    assert torch.equal(found, natural.permute(0, 1, 5, 3, 2, 4))
 
 
 # ---- what is compiled ------------------------------------------------------------------------------------------------
@@ -147,7 +172,8 @@ def compiled(target: str, kernel: Any, constants: dict[str, Any], warps: int, **
 
 
 @pytest.mark.parametrize(
-    ("target", "weight_format", "mode"), [("sm_90", "nvfp4", "tokens"), ("sm_100", "mxfp4", "groups")]
+    ("target", "weight_format", "mode"),
+    [("sm_90", "nvfp4", "tokens"), ("sm_100", "mxfp4", "groups")],
 )
 def test_codes_reach_the_matrix_unit_through_registers(target: str, weight_format: str, mode: str) -> None:
     constants = {"MODE": mode, "FORMAT": weight_format, "TOKENS": 8, "EVEN": True}
