@@ -89,15 +89,16 @@ class LoadMeter:
             layer.peak_bytes = max(layer.peak_bytes, sum(_nbytes(t) for t in tensors))
 
     def finish(self) -> None:
-        """After the last tensor. Raises what the preparation raised, where nothing was converted."""
+        """After the last tensor."""
         self._wait_for_preparation()
         if self._watched:
             self._leave()
 
     def record(self) -> dict[str, Any]:
         """{"read_s", "convert_s", "prepare_s", "prepare_waited_s" (of it waited for, part of convert_s; both 0 where
-        nothing was prepared), "convert_peak_bytes", "convert_peak_from", "device_peak_bytes" (null on a CPU),
-        "converted": {layer: {"conversions", "seconds", "peak_bytes"}}}."""
+        nothing was prepared), "prepare_error" (what it raised, "" where nothing), "convert_peak_bytes",
+        "convert_peak_from", "device_peak_bytes" (null on a CPU), "converted": {layer: {"conversions", "seconds",
+        "peak_bytes"}}}."""
         layers = {
             name: {"conversions": c.conversions, "seconds": round(c.seconds, 6), "peak_bytes": c.peak_bytes}
             for name, c in self._layers.items()
@@ -108,6 +109,7 @@ class LoadMeter:
             "convert_s": round(self.convert_s, 3),
             "prepare_s": round(self.preparation.seconds if self.preparation else 0.0, 3),
             "prepare_waited_s": round(self._waited_s or 0.0, 3),
+            "prepare_error": self.preparation.error if self.preparation else "",
             "convert_peak_bytes": max((c["peak_bytes"] for c in layers.values()), default=0),
             "convert_peak_from": "device allocator" if self._watched else "tensors held",
             "device_peak_bytes": self._device_peak if self._watched else None,
@@ -120,10 +122,8 @@ class LoadMeter:
         if self.preparation is None or self._waited_s is not None:
             return
         started = time.perf_counter()
-        try:
-            self.preparation.wait()
-        finally:
-            self._waited_s = time.perf_counter() - started
+        self.preparation.wait()
+        self._waited_s = time.perf_counter() - started
 
     def _enter(self, name: str) -> _Layer:
         if name != self._current or name not in self._layers:

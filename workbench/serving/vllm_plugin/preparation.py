@@ -13,6 +13,7 @@ whether tables are worth their making. A stand-in shares these with the weights 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import threading
 import time
 from collections import Counter
@@ -27,6 +28,8 @@ from .settings import ModulePlan, PluginSettings
 
 if TYPE_CHECKING:
     from workbench.checkpoints import Checkpoint, Entry
+
+logger = logging.getLogger("vllm.workbench")  # not `init_logger`: this module imports no vLLM
 
 DECODED_AT_LOAD = ("kv_b_proj",)  # quantized linear modules that vLLM uses as dense ones
 _PLACE = "the stand-in of a preparation"
@@ -45,29 +48,27 @@ class Launch:
 
 
 class Preparation:
-    """`work` in a thread that starts now. seconds: how long it took, once it has ended."""
+    """`work` in a thread that starts now. Once it has ended, seconds: how long it took; error: what it raised, "" where
+    it went well. It ends no load: the conversion that needs what failed says so itself, by its tensor."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self.seconds = 0.0
+        self.error = ""
         self._work = work
-        self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="workbench-preparation")
         self._thread.start()
 
     def wait(self) -> None:
-        """Until `work` has ended; raises what it raised, once."""
+        """Until `work` has ended."""
         self._thread.join()
-        error, self._error = self._error, None
-        if error is not None:
-            error.add_note("raised while the kernels that convert the weights were made ready")
-            raise error
 
     def _run(self) -> None:
         started = time.perf_counter()
         try:
             self._work()
-        except BaseException as error:  # for the thread that waits
-            self._error = error
+        except BaseException as error:
+            self.error = f"{type(error).__name__}: {error}"
+            logger.warning("the kernels that convert the weights could not be made ready ahead: %s", self.error)
         self.seconds = time.perf_counter() - started
 
 
