@@ -22,6 +22,7 @@ from workbench.checkpoints.convert import quantize_checkpoint
 from workbench.composition import compose
 from workbench.errors import ConfigError, EngineError
 from workbench.experiment import _check_rooms, _Run
+from workbench.interrupt import Interrupted
 from workbench.progress import Progress
 from workbench.records import ServerRecord, ServingCost, ServingLoad, from_json, to_json
 from workbench.serving.spec import EngineSpec, ServeSpec
@@ -327,6 +328,32 @@ def test_the_command_writes_the_record_and_prints_the_tables(
     assert cli.main(["bench", "serve", *arms, *two, "--repeat", "1", "--out", str(tmp_path / "two")]) == 0
     cost = from_json(ServingCost, (tmp_path / "two" / "serving_cost.json").read_text())
     assert cost.loads == (LOAD, ServingLoad(input_tokens=8, output_tokens=4, concurrency=3, prompts=6))
+
+
+def test_a_run_that_is_stopped_leaves_its_whole_repeats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servers = FakeServers(monkeypatch, slow=("b",))
+    answer = servers.run
+
+    def run(base_url: str, **asked: Any) -> client.ClientResult:
+        if (asked["model"], asked["seed"] - serve._SEED) == ("a", 3):
+            raise Interrupted("SIGTERM")
+        return answer(base_url, **asked)
+
+    monkeypatch.setattr(serve.Client, "run", staticmethod(run))
+    model = tmp_path / "model"
+    model.mkdir()
+    out = tmp_path / "run"
+    arms = ["--arm", f"a={model},backend=reference", "--arm", f"b={model},backend=requant,format=mxfp4"]
+    load = ["--input", "8", "--output", "4", "--concurrency", "2", "--prompts", "5"]
+    with contextlib.suppress(Interrupted, SystemExit):
+        cli.main(["bench", "serve", *arms, *load, "--repeat", "9", "--out", str(out)])
+    cost = from_json(ServingCost, (out / "serving_cost.json").read_text())
+    assert (cost.measured, cost.repeats) == (2, 9)
+    assert {ratio.repeats for ratio in cost.ratios} == {2}
+    assert "stopped after 2 of 9 repeats" in table(cost)
+    assert f"{out / 'serving_cost.json'} holds 2 of 9 repeats" in capsys.readouterr().err
 
 
 def answered(folder: Path, settings: Settings) -> None:

@@ -72,10 +72,12 @@ def bench_serve(
     together: bool = True,
     same_layers: Sequence[str] = (),
     say: Callable[[str], object] = lambda _: None,
+    save: Callable[[ServingCost], object] = lambda _: None,
 ) -> ServingCost:
     """Measure every arm under every load. The servers' logs and the client's own results are left below `out`.
 
-    same_layers: arms that must hold the same layers in the same formats and bytes, as their audits say.
+    same_layers: arms that must hold the same layers in the same formats and bytes, as their audits say. save: is given
+    what is known after each repeat, so that a run which is stopped leaves its repeats.
 
     Raises EngineError where they do not, ConfigError for arms or loads that cannot be measured, and what starting a
     server or the client raises.
@@ -101,6 +103,34 @@ def bench_serve(
             say(f"{spec.arm}: ready after {record.ready_s:.1f} s")
             yield endpoint
 
+    arms = tuple(spec.arm for spec in specs)
+    urls = {spec.arm: spec.engine.base_url for spec in specs if spec.engine.kind == "external"}
+    alike = [arm for arm in arms if not speed_apart(arm, arms[0], urls)]
+    example = client_flags(
+        "http://HOST:PORT/v1", model=arms[0], tokenizer=tokenizer, load=loads[0], seed=_SEED, out=out / "client.json"
+    )
+
+    def cost() -> ServingCost:
+        return ServingCost(
+            baseline=arms[0],
+            arms=arms,
+            preset=preset,
+            loads=tuple(loads),
+            repeats=repeats,
+            together=together,
+            date=time.strftime("%Y-%m-%d"),
+            machine=processor(),
+            cores=os.cpu_count() or 1,
+            system_load=(before, os.getloadavg()[0]),
+            engine_version=next(filter(None, versions), ""),
+            starts=tuple(starts),
+            runs=tuple(runs),
+            latencies=tuple(latencies_of(runs, arms, len(loads))),
+            ratios=tuple(ratios_of(runs, alike, len(loads), margin)),
+            client=("vllm", "bench", "serve", *example),
+            urls=urls,
+        )
+
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(Client({**os.environ, **engine_environment(specs[0])}))
         up = {spec.arm: stack.enter_context(serving(spec)) for spec in specs} if together else {}
@@ -112,31 +142,9 @@ def bench_serve(
                         run = _run(client, endpoint, loads, load, repeat, place, tokenizer, out)
                         runs.append(run)
                         say(_line(run, loads[load]))
-    arms = tuple(spec.arm for spec in specs)
-    urls = {spec.arm: spec.engine.base_url for spec in specs if spec.engine.kind == "external"}
-    alike = [arm for arm in arms if not speed_apart(arm, arms[0], urls)]
-    example = client_flags(
-        "http://HOST:PORT/v1", model=arms[0], tokenizer=tokenizer, load=loads[0], seed=_SEED, out=out / "client.json"
-    )
-    return ServingCost(
-        baseline=arms[0],
-        arms=arms,
-        preset=preset,
-        loads=tuple(loads),
-        repeats=repeats,
-        together=together,
-        date=time.strftime("%Y-%m-%d"),
-        machine=processor(),
-        cores=os.cpu_count() or 1,
-        system_load=(before, os.getloadavg()[0]),
-        engine_version=next(filter(None, versions), ""),
-        starts=tuple(starts),
-        runs=tuple(runs),
-        latencies=tuple(latencies_of(runs, arms, len(loads))),
-        ratios=tuple(ratios_of(runs, alike, len(loads), margin)),
-        client=("vllm", "bench", "serve", *example),
-        urls=urls,
-    )
+            if repeat:
+                save(cost())
+    return cost()
 
 
 def latencies_of(runs: Sequence[ClientRun], arms: Sequence[str], loads: int) -> list[Latency]:

@@ -19,7 +19,7 @@ def table(cost: ServingCost) -> str:
     load = " to ".join(f"{value:.1f}" for value in cost.system_load)
     lines = [
         f"{cost.machine}, {cost.cores} cores, load {load}, {cost.engine_version}, {cost.date}; preset {cost.preset}, "
-        f"{cost.repeats} repeats after a warm-up, arms in alternating order, "
+        f"{repeats_of(cost)} after a warm-up, arms in alternating order, "
         f"{'all servers up' if cost.together else 'one server at a time'}",
         "",
         *_starts(cost),
@@ -34,6 +34,11 @@ def table(cost: ServingCost) -> str:
     if cost.failed:
         lines += ["", *_failures(cost)]
     return "\n".join(lines)
+
+
+def repeats_of(cost: ServingCost) -> str:
+    stopped = cost.measured < cost.repeats
+    return f"stopped after {cost.measured} of {cost.repeats} repeats" if stopped else f"{cost.repeats} repeats"
 
 
 def _starts(cost: ServingCost) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from workbench.commands.paths import check_file, check_folder
 from workbench.errors import ConfigError
 
 if TYPE_CHECKING:
-    from workbench.records import ServingLoad
+    from workbench.records import ServingCost, ServingLoad
     from workbench.serving.spec import EngineSpec, ServeSpec
 
 OFFLINE, REQUANT = "offline", "requant"
@@ -178,21 +179,34 @@ def serve(arguments: argparse.Namespace) -> int:
     specs += _named_arms(arguments.arm, engine)
     if not specs:
         raise ConfigError("no arm is named", fix="--requant CHECKPOINT, or --arm NAME=CHECKPOINT,backend=BACKEND")
-    with terminable():
-        cost = bench_serve(
-            specs,
-            loads,
-            tokenizer=arguments.tokenizer or resolve_path(specs[0].checkpoint).absolute(),
-            out=arguments.out / "serving_cost",
-            preset=preset,
-            repeats=arguments.repeat,
-            margin=arguments.margin,
-            together=not arguments.one_at_a_time,
-            same_layers=(OFFLINE, REQUANT) if arguments.requant is not None else (),
-            say=lambda line: print(line, flush=True),
-        )
-    write_json(arguments.out / "serving_cost.json", cost)
-    print(f"\n{table(cost)}\n\nwrote {arguments.out / 'serving_cost.json'}")
+    record = arguments.out / "serving_cost.json"
+    kept = 0  # repeats
+
+    def save(cost: ServingCost) -> None:
+        nonlocal kept
+        write_json(record, cost)
+        kept = cost.measured
+
+    try:
+        with terminable():
+            cost = bench_serve(
+                specs,
+                loads,
+                tokenizer=arguments.tokenizer or resolve_path(specs[0].checkpoint).absolute(),
+                out=arguments.out / "serving_cost",
+                preset=preset,
+                repeats=arguments.repeat,
+                margin=arguments.margin,
+                together=not arguments.one_at_a_time,
+                same_layers=(OFFLINE, REQUANT) if arguments.requant is not None else (),
+                say=lambda line: print(line, flush=True),
+                save=save,
+            )
+    except BaseException:
+        if kept:
+            print(f"stopped: {record} holds {kept} of {arguments.repeat} repeats", file=sys.stderr)
+        raise
+    print(f"\n{table(cost)}\n\nwrote {record}")
     return 0
 
 

@@ -114,7 +114,8 @@ class CostRatio:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServingCost:
-    """serving_cost.json. loads: indices are used by runs and ratios. system_load: 1-minute averages before and after.
+    """serving_cost.json. loads: indices are used by runs and ratios. repeats: asked for. system_load: 1-minute averages
+    before and after.
 
     together: all servers ran throughout, the others idle; else each was started for every repeat. machine, cores,
     system_load, engine_version: of what was started here, and of the client. urls: of the servers of others, by arm.
@@ -141,6 +142,11 @@ class ServingCost:
     def no_ratio(self, arm: str) -> str:
         """Why the arm has no ratio to the baseline; "": it has one."""
         return speed_apart(arm, self.baseline, self.urls)
+
+    @property
+    def measured(self) -> int:
+        """Repeats that every arm has under every load: fewer than asked for where the measurement was stopped."""
+        return min((latency.repeats for latency in self.latencies), default=0)
 
     @property
     def failed(self) -> int:
