@@ -313,7 +313,7 @@ def test_what_cannot_be_measured_ends_in_3(
 def test_the_command_writes_the_record_and_prints_the_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    FakeServers(monkeypatch, slow=("b",))
+    servers = FakeServers(monkeypatch, slow=("b",))
     model = tmp_path / "model"
     model.mkdir()
     arms = ["--arm", f"a={model},backend=reference", "--arm", f"b={model},backend=requant,format=mxfp4"]
@@ -328,6 +328,9 @@ def test_the_command_writes_the_record_and_prints_the_tables(
     assert cli.main(["bench", "serve", *arms, *two, "--repeat", "1", "--out", str(tmp_path / "two")]) == 0
     cost = from_json(ServingCost, (tmp_path / "two" / "serving_cost.json").read_text())
     assert cost.loads == (LOAD, ServingLoad(input_tokens=8, output_tokens=4, concurrency=3, prompts=6))
+    prompts = [seed for arm, _, seed in servers.sent[-8:] if arm == "a"]
+    assert len(prompts) == len(set(prompts)) == 4  # two loads, a warm-up and a repeat: none has another's prompts
+    assert sorted(prompts) == sorted(seed for arm, _, seed in servers.sent[-8:] if arm == "b")
 
 
 def test_a_run_that_is_stopped_leaves_its_whole_repeats(

@@ -320,7 +320,7 @@ def _run(
         model=endpoint.model,
         tokenizer=tokenizer,
         load=loads[load],
-        seed=_SEED + repeat,
+        seed=_SEED + repeat * len(loads) + load,  # prompts of its own: a cache of prefixes would answer for them
         out=out / "client" / f"{arm}-{load}-{repeat}.json",
     )
     endpoint.check()
