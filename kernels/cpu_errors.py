@@ -72,9 +72,10 @@ def attribute(x: Tensor, x_hat: Tensor, steps: Tensor, *, block: int, largest: f
     """PARTS of the error of rounding `x` to E2M1 blocks: sums of squares, and two counts.
 
     x, x_hat: float32, n elements; steps: float32 `[n / block]`, what one unit of a block's codes decodes to (block
-    scale times global). saturation: all of the squared error of elements beyond `largest` steps; underflow: of elements
-    that are not zero and became zero; element: of the others, the error that E2M1 would have made with the block's
-    unrounded scale, amax / `largest`; total: of all. What is left, total - the three, is due to rounding the scale.
+    scale times global), of either sign. saturation: all of the squared error of elements beyond `largest` steps;
+    underflow: of elements that are not zero and became zero; element: of the others, the error that E2M1 would have
+    made with the block's unrounded scale, amax / `largest`; total: of all. What is left, total - the three, is due to
+    rounding the scale.
     Only E2M1 is compiled; `analysis.attribution` has the same definition for any element.
     """
     out = np.zeros(len(PARTS), np.float64)
@@ -221,7 +222,7 @@ def _attribute(x, x_hat, steps, block, largest, out):  # type: ignore[no-untyped
         xs, hats = x[first * block : (first + n) * block], x_hat[first * block : (first + n) * block]
         _maxima(xs, block, maxima[:n])
         for k in range(n):
-            limit = np.float64(largest) * np.float64(steps[first + k])
+            limit = np.float64(largest) * abs(np.float64(steps[first + k]))
             exact = maxima[k] / largest
             exact = F(1.0) if exact == F(0.0) else exact
             part, over, other = xs[k * block : (k + 1) * block], limits[k * block :], ideals[k * block :]

@@ -142,7 +142,7 @@ def _parts(x: Tensor, x_hat: Tensor, steps: Tensor, element: str, largest: float
     else:
         codes = encode((magnitude / exact).reshape(1, -1), element)
         ideal = decode(pack(codes, element), element).reshape(x.shape) * exact
-    beyond = magnitude.double() > largest * steps.double()
+    beyond = magnitude.double() > largest * steps.double().abs()
     lost = (x_hat == 0) & (magnitude > 0) & ~beyond
     squares = (x_hat.double() - x.double()).square_()
     of_element = (ideal.double() - magnitude.double()).square_()

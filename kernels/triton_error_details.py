@@ -7,7 +7,8 @@ Still one read of the weights and of the codes, and no intermediate written; it 
 of the core sums, so those have a kernel of their own. Definitions: `cpu_errors.SUMS` and `cpu_errors.PARTS`, where e1
 is what rounding w to E2M1 in blocks of 16 did, and e2 what rounding a in blocks of 32 did. Values, products and the
 sums of one thread (at most 512 elements) are float32, all other sums float64 in a fixed order; a fourth power below
-1e-38 is lost. bfloat16 has a kernel of its own (`triton_details_pairs`).
+1e-38 is lost. Where a weight or a scale is not finite, the parts of its error are NaN or those of the finite rest.
+bfloat16 has a kernel of its own (`triton_details_pairs`).
 """
 
 from __future__ import annotations
@@ -210,7 +211,7 @@ def _parts(x, x_hat, square, step, ideal):
     """`cpu_errors.attribute` of an element, without the total."""
     exact, m, inverse, power = ideal
     magnitude = tl.abs(x)
-    beyond = tl.fma(step, -6.0, magnitude) > 0  # the sign of what is exact
+    beyond = tl.fma(tl.abs(step), -6.0, magnitude) > 0  # the sign of what is exact
     lost = (x_hat == 0) & (magnitude > 0) & (beyond == 0)
     other = e2m1_rounded(divide(magnitude * power, m, inverse)) * exact - magnitude
     element = tl.where(beyond | lost, 0.0, other * other)

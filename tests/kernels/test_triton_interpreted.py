@@ -307,6 +307,8 @@ def test_error_details_are_those_of_the_cpu(dtype: torch.dtype) -> None:
     w[5], w[6, :40] = 0, 3e-4
     codes, scales, g = reference.nvfp4_quantize(w)
     g = g * torch.rand(37, 1, generator=torch.Generator().manual_seed(0)).add(0.5)  # some blocks saturate
+    g[7:9] *= -1
+    scales.view(torch.uint8)[3, ::2] |= 128  # the sign of a step limits nothing
     a = reference.nvfp4_dequantize(codes, scales, g)
     packed, scale_bytes = reference.mxfp4_quantize(a)
     b = reference.mxfp4_dequantize(packed, scale_bytes)
