@@ -92,6 +92,15 @@ def test_a_global_scale_on_the_sum_is_exact(stored, dtype):
     assert (found.weights, found.match, found.activation) == ("nvfp4", "exact", "none")
 
 
+def test_float32_that_is_off_by_more_than_a_last_bit_is_not_exact(stored):
+    weight = stored.dequantize()
+    for factor, match in ((1.0, "exact"), (1.0 + 2.0**-22, "scaled by 1")):
+        found = ask(lambda x, w=weight * factor: F.linear(x, w), weight, dtype=torch.float32)
+        assert found.match == match
+    found = ask(lambda x: F.linear(x, weight.nextafter(2 * weight)), weight, dtype=torch.float32)
+    assert found.match == "exact"
+
+
 def test_another_matrixs_global_scale_shows_as_a_factor(stored):
     weight = stored.dequantize()
     found = ask(lambda x: F.linear(x, (weight * 1.25).to(DTYPE)), weight)

@@ -371,7 +371,8 @@ def _identify(
 def _same_bits(came_out: Tensor, exact: Tensor, dtype: torch.dtype) -> bool:
     """Whether float32 products came out in `dtype`, whichever way their own last bit was rounded: a decode multiplier
     may go on the weight or on the product."""
-    around = [(exact * (1.0 + way * 2.0**-22)).to(dtype).float() for way in (-1, 0, 1)]
+    ends = torch.full_like(exact, math.inf)
+    around = [value.to(dtype).float() for value in (exact, exact.nextafter(ends), exact.nextafter(-ends))]
     return bool(((came_out == around[0]) | (came_out == around[1]) | (came_out == around[2])).all())
 
 
