@@ -48,9 +48,8 @@ _TILE = tile(2048)  # weights at a time
 _TILES = 8  # that a program takes
 PAIR_TILES = 16  # of bfloat16: what it adds up at its end is worth half a tile and more
 _ROWS = tile(128)  # blocks of bfloat16 at a time: one a thread of 4 warps
-_REGISTERS = (
-    64  # of a thread, for bfloat16: left alone, the compiler takes up to twice as many for the same instructions
-)
+# Of a thread, for bfloat16: left alone, the compiler takes up to twice as many for the same instructions.
+_REGISTERS = 64
 _MEASURED = 7  # the rest follows from them: e = e1 + e2, b = w + e1 + e2
 
 

@@ -7,7 +7,7 @@ consecutive codes. A code's four bits, laid into a bfloat16 (float16) with the s
 exponent's end, are its value times 2**-126 (2**-14), subnormal where the magnitude is a half; one product with the
 block's scale makes it the weight. That is exact: an E2M1 element times an E4M3 scale has six bits. NVFP4's decode
 multiplier, of a whole row, goes on the float32 sum instead (`multiplied`), so that no weight is rounded at all. Two
-codes four apart in a word stand as far apart as the two halves of a register: 0.9 logical operations, 0.6 shifts and
+codes four apart in a word stand as far apart as the two halves of a register: 0.75 logical operations, 0.6 shifts and
 half a product a weight.
 
 Columns of K may come in any order if both operands have the same: the pairs j of codes j and j + 4 of each 32-bit word
@@ -17,6 +17,7 @@ capability 8.9 (E4M3 conversion).
 
 from __future__ import annotations
 
+import struct
 from typing import NamedTuple
 
 import torch
@@ -122,7 +123,8 @@ def _decode_assembly(kind: str, weight_format: str, quick: bool = True) -> str:
 
 
 def _number(value: float) -> str:
-    return f"0f{int(torch.tensor(value, dtype=torch.float32).view(torch.int32).item()):08X}"
+    """A float32 as PTX writes it."""
+    return f"0f{int.from_bytes(struct.pack('>f', value)):08X}"
 
 
 _NVFP4_BFLOAT16 = gl.constexpr(_decode_assembly("bf16x2", "nvfp4"))

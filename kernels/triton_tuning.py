@@ -6,7 +6,8 @@
 `triton_configs` ships what was measured on an H200. On any other card the first call of each key (operation, N, K,
 bucket of tokens, formats, dtype) runs the candidates of `triton_routes` on its own tensors, times them, and keeps the
 fastest: also which route is taken, `triton_gemm_registers`, `triton_gemm_wgmma`, the portable kernel, or decoding and
-the vendor's GEMM. All are in the same band of the reference; they differ in the order of their float32 additions.
+the vendor's GEMM. They differ in the order of their float32 additions, and in whether a weight is rounded to x's dtype
+first (portable and decode) or not (`triton_gemm`).
 
 Nothing is measured while a CUDA graph is captured, under torch.compile or the interpreter, nor, outside `at_load`,
 where several ranks run: those that compute the same must add in the same order. WORKBENCH_TUNE=0 switches tuning off, 1

@@ -179,25 +179,28 @@ def test_codes_reach_the_matrix_unit_through_registers(target: str, weight_forma
     constants = {"MODE": mode, "FORMAT": weight_format, "TOKENS": 8, "EVEN": True}
     constants |= {"SLICES": 8, "ROW_WARPS": 1, "GROUPS": 2}
     code = compiled(target, triton_gemm_registers._product_kernel, constants, 8, maxnreg=128)
-    last = code.rindex("mma.sync")
-    loop = code[code.rindex("\n$L__BB", 0, last) : last]
-    assert loop.count("mma.sync.aligned.m16n8k16") == 16 - 1  # two groups of 16 rows, 128 columns of K
-    assert loop.count("ld.global.v4") + len(re.findall(r"ld\.global\S*\.v4\.b32", loop)) >= 8
-    assert "shared" not in loop
-    assert "bar.sync" not in loop
+    loops = [part.split("\tbra", 1)[0] for part in re.split(r"\n\$L__BB\S+:", code) if "mma.sync" in part]
+    products = [loop.count("fma.rn.bf16x2") for loop in loops]
+    assert products == ([64] if weight_format == "nvfp4" else [64, 128])  # mxfp4: quick, and for scales above 2
+    for loop in loops:
+        assert loop.count("mma.sync.aligned.m16n8k16") == 16  # two groups of 16 rows, 128 columns of K
+        assert loop.count("ld.global.v4") + len(re.findall(r"ld\.global\S*\.v4\.b32", loop)) >= 8
+        assert "shared" not in loop
+        assert "bar.sync" not in loop
 
 
-@pytest.mark.parametrize("grouped", [False, True])
-def test_many_tokens_take_hoppers_instructions(grouped: bool) -> None:
-    constants = {"GROUPED": grouped, "FORMAT": "nvfp4", "TOKENS": 128, "WARPGROUPS": 2, "STAGES": 3}
+@pytest.mark.parametrize(("grouped", "weight_format"), [(False, "nvfp4"), (True, "nvfp4"), (False, "mxfp4")])
+def test_many_tokens_take_hoppers_instructions(grouped: bool, weight_format: str) -> None:
+    constants = {"GROUPED": grouped, "FORMAT": weight_format, "TOKENS": 128, "WARPGROUPS": 2, "STAGES": 3}
     code = compiled("sm_90", triton_gemm_wgmma._wgmma_kernel, constants, 8)
-    assert len(re.findall(r"wgmma\.mma_async\S*m64n128k16", code)) == 8
+    runs = 1 if weight_format == "nvfp4" else 2  # quick, and for scales above 2
+    assert len(re.findall(r"wgmma\.mma_async\S*m64n128k16", code)) == 8 * runs
     assert "cp.async.cg.shared.global" in code
     # The left operand's registers are written anew in each step of the loop, so the product must end within it.
     last = code.rindex("wgmma.mma_async")
     assert "wgmma.wait_group.sync.aligned 0" in code[last : code.index("bra", last)]
     assert "ldmatrix" not in code
-    assert "st.shared" not in code
+    assert code.count("st.shared") == runs - 1  # the largest scale's, after the loop
 
 
 def test_configurations_fill_programs_and_leave_no_part_empty() -> None:

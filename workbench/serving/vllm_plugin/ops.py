@@ -5,11 +5,11 @@ multiply, and leave nothing behind: no dense copy of a packed weight exists betw
 kernels of `workbench.kernels.triton_gemm` and `triton_moe`: no value reaches the host and no shape depends on data, so
 CUDA graphs hold them. Elsewhere they are `plain`'s torch, which on a CPU decodes with `workbench.kernels.cpu`.
 
-Numbers: weights are decoded exactly in float32 and cast once to the activations' dtype (NVIDIA's kernels for few tokens
-multiply them uncast, see `triton_gemm`); activations pass the format's quantize-dequantize (a static global scale where
-one is given, NaN or None = each token's own); products are the dtype's GEMM; an expert's output is weighted and summed
-over the top k in float32, in the order of the top k, so a token's result does not depend on which tokens share its
-batch (beyond what the GEMM itself does).
+Numbers: weights are decoded exactly in float32 and cast once to the activations' dtype (NVIDIA's kernels in Gluon
+multiply them uncast, see `triton_gemm`); activations pass the format's quantize-dequantize (a static global scale
+where one is given, NaN or None = each token's own); products are the dtype's GEMM; an expert's output is weighted and
+summed over the top k in float32, in the order of the top k, so a token's result does not depend on which tokens share
+its batch (beyond what the GEMM itself does).
 """
 
 from __future__ import annotations
