@@ -391,4 +391,6 @@ def test_its_error_is_recorded_where_nothing_was_converted() -> None:
 
     counting = LoadMeter(CPU, Preparation(work))
     counting.finish()
-    assert counting.record()["prepare_error"] == "RuntimeError: no kernel image is available"
+    record = counting.record()
+    assert record["prepare_error"] == "RuntimeError: no kernel image is available"
+    assert record["prepare_waited_s"] == record["convert_s"] == 0

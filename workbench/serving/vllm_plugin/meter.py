@@ -90,7 +90,8 @@ class LoadMeter:
 
     def finish(self) -> None:
         """After the last tensor."""
-        self._wait_for_preparation()
+        if self.preparation is not None and self._waited_s is None:
+            self.preparation.wait()  # nothing was converted, so that no conversion waited
         if self._watched:
             self._leave()
 
