@@ -12,7 +12,14 @@ import triton
 import triton.language as tl
 
 from .triton_elements import bits_float, e2m1_values, e8m0_values, float_bits
-from .triton_errors_pairs import direct_errors, direct_scale, eight_pair_values, pair_units, read_first
+from .triton_errors_pairs import (
+    codes_and_scales,
+    direct_errors,
+    direct_scale,
+    eight_pair_values,
+    pair_units,
+    read_first,
+)
 from .triton_pairs import e4m3_pair_values, four_words, larger_of_pair, larger_pairs, largest_pair, negative, reciprocal
 from .triton_requant import global_number, largest_code, requant_block
 
@@ -46,20 +53,12 @@ def detail_pairs_kernel(
         tile = program * TILES + i
         block = tile * ROWS + tl.arange(0, ROWS)
         here = block < blocks
-        at = block[:, None] * 4 + tl.arange(0, 4)[None, :]
-        half = block[:, None] * 2 + tl.arange(0, 2)[None, :]
         x0, x1, x2, x3 = four_words(x_ptr, block * 16, here, WHOLE)
         x4, x5, x6, x7 = four_words(x_ptr, block * 16 + 4, here, WHOLE)
         if PACKED:
             x7 = read_first(x7)
-        if WHOLE:
-            codes = tl.load(words_ptr + at)
-            scale = tl.load(scales_ptr + half).to(tl.int32)
-        else:
-            codes = tl.load(words_ptr + at, mask=here[:, None], other=0)
-            scale = tl.load(scales_ptr + half, mask=here[:, None], other=0).to(tl.int32)
+        even, odd, scale = codes_and_scales(words_ptr, scales_ptr, block, here, WHOLE)
         table = global_number(block, tile, ROWS, here, per_global, ONE_GLOBAL, TABLED)
-        even, odd = tl.split(tl.reshape(codes, [ROWS, 2, 2]))
         byte, low, high = requant_block(
             even, odd, scale, g_ptr, table, exponents_ptr, values_ptr, RULE, TABLED, PACKED, True
         )

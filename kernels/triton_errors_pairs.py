@@ -46,21 +46,12 @@ def error_pairs_kernel(
         tile = program * TILES + i
         block = tile * ROWS + tl.arange(0, ROWS)
         here = block < blocks
-        at = block[:, None] * 4 + tl.arange(0, 4)[None, :]
-        half = block[:, None] * 2 + tl.arange(0, 2)[None, :]
         x0, x1, x2, x3 = four_words(x_ptr, block * 16, here, WHOLE)
         x4, x5, x6, x7 = four_words(x_ptr, block * 16 + 4, here, WHOLE)
         if PACKED:
             x7 = read_first(x7)
-        if WHOLE:
-            codes = tl.load(words_ptr + at)
-            scale = tl.load(scales_ptr + half).to(tl.int32)
-        else:
-            codes = tl.load(words_ptr + at, mask=here[:, None], other=0)
-            scale = tl.load(scales_ptr + half, mask=here[:, None], other=0).to(tl.int32)
-        codes = tl.reshape(codes, [ROWS, 2, 2])
+        even, odd, scale = codes_and_scales(words_ptr, scales_ptr, block, here, WHOLE)
         table = global_number(block, tile, ROWS, here, per_global, ONE_GLOBAL, TABLED)
-        even, odd = tl.split(codes)
         byte, low, high = requant_block(
             even, odd, scale, g_ptr, table, exponents_ptr, values_ptr, RULE, TABLED, PACKED, True
         )
@@ -87,6 +78,21 @@ def error_pairs_kernel(
     out = partial_ptr + program * 7
     for j in tl.static_range(7):
         tl.store(out + j, tl.sum(sums[j].to(tl.float64), 0))
+
+
+@triton.jit
+def codes_and_scales(words_ptr, scales_ptr, block, here, WHOLE: tl.constexpr):
+    """The words of codes of blocks, the first and the second of each half, and their scales: `[ROWS, 2]`, int32."""
+    at = block[:, None] * 4 + tl.arange(0, 4)[None, :]
+    half = block[:, None] * 2 + tl.arange(0, 2)[None, :]
+    if WHOLE:
+        codes = tl.load(words_ptr + at)
+        scale = tl.load(scales_ptr + half).to(tl.int32)
+    else:
+        codes = tl.load(words_ptr + at, mask=here[:, None], other=0)
+        scale = tl.load(scales_ptr + half, mask=here[:, None], other=0).to(tl.int32)
+    even, odd = tl.split(tl.reshape(codes, [block.shape[0], 2, 2]))
+    return even, odd, scale
 
 
 @triton.jit
@@ -190,24 +196,7 @@ def eight_pair_values(word, low, high, PACKED: tl.constexpr):
             }""",
             "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,r,r,r",
             [word, low, high],
-            dtype=(
-                tl.float32,
-                tl.float32,
-                tl.float32,
-                tl.float32,
-                tl.float32,
-                tl.float32,
-                tl.float32,
-                tl.float32,
-                tl.float32,
-                tl.float32,
-                tl.float32,
-                tl.float32,
-                tl.float32,
-                tl.float32,
-                tl.float32,
-                tl.float32,
-            ),
+            dtype=(tl.float32,) * 16,
             is_pure=True,
             pack=1,
         )

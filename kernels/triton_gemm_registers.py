@@ -250,48 +250,11 @@ def _product_kernel(
     code_rows = codes_ptr + (row_base + gl.minimum(row_codes, n - 1)).to(gl.int64) * code_stride
     scale_rows = scales_ptr + (row_base + gl.minimum(row_scales, n - 1)).to(gl.int64) * scale_stride
     x_rows = x_ptr + shard_0.to(gl.int64) * x_shard_stride + (token // per_row).to(gl.int64) * k
-    out, largest = _sums(
-        x_rows,
-        at_tokens,
-        here,
-        code_rows,
-        at_codes,
-        scale_rows,
-        at_scales,
-        k,
-        code_stride,
-        scale_stride,
-        steps,
-        FORMAT,
-        SLICES,
-        ROW_WARPS,
-        GROUPS,
-        TOKENS,
-        EVEN,
-        True,
-    )
+    inputs = (x_rows, at_tokens, here, code_rows, at_codes, scale_rows, at_scales, k, code_stride, scale_stride, steps)
+    out, largest = _sums(*inputs, FORMAT, SLICES, ROW_WARPS, GROUPS, TOKENS, EVEN, True)
     if FORMAT == "mxfp4":  # noqa: SIM102 (the inner one is the card's)
         if largest > QUICK_BYTE:  # a scale above 2, or NaN: once more, the general way
-            out, largest = _sums(
-                x_rows,
-                at_tokens,
-                here,
-                code_rows,
-                at_codes,
-                scale_rows,
-                at_scales,
-                k,
-                code_stride,
-                scale_stride,
-                steps,
-                FORMAT,
-                SLICES,
-                ROW_WARPS,
-                GROUPS,
-                TOKENS,
-                EVEN,
-                False,
-            )
+            out, largest = _sums(*inputs, FORMAT, SLICES, ROW_WARPS, GROUPS, TOKENS, EVEN, False)
 
     row_out = gl.arange(0, GROUP, gl.SliceLayout(1, out_at))[:, None]
     rows_out = out_ptr + (gl.program_id(2) * m + token_out).to(gl.int64) * n

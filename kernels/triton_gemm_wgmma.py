@@ -270,34 +270,11 @@ def _wgmma_kernel(
     x_rows = x_ptr + shard_0.to(gl.int64) * x_shard_stride + (token // per_row).to(gl.int64) * k + chunk * 128
     x_ptrs = x_rows[:, None] + gl.arange(0, 128, gl.SliceLayout(0, copied))[None, :]
     x_shared = gl.allocate_shared_memory(dtype, [STAGES, TOKENS, 128], shared)
-    total, largest = _sums(
-        x_shared,
-        x_ptrs,
-        here,
-        code_ptrs,
-        scale_ptrs,
-        chunks,
-        FORMAT,
-        TOKENS,
-        WARPGROUPS,
-        STAGES,
-        True,
-    )
+    inputs = (x_shared, x_ptrs, here, code_ptrs, scale_ptrs, chunks)
+    total, largest = _sums(*inputs, FORMAT, TOKENS, WARPGROUPS, STAGES, True)
     if FORMAT == "mxfp4":  # noqa: SIM102 (the inner one is the card's)
         if largest > QUICK_BYTE:  # a scale above 2, or NaN: once more, the general way
-            total, largest = _sums(
-                x_shared,
-                x_ptrs,
-                here,
-                code_ptrs,
-                scale_ptrs,
-                chunks,
-                FORMAT,
-                TOKENS,
-                WARPGROUPS,
-                STAGES,
-                False,
-            )
+            total, largest = _sums(*inputs, FORMAT, TOKENS, WARPGROUPS, STAGES, False)
 
     row_out = row_0 + gl.arange(0, ROWS, gl.SliceLayout(1, accumulator))
     if FORMAT == "nvfp4":
