@@ -19,11 +19,10 @@ from typing import Any
 from workbench.records import NumericsCard, NumericsRow
 
 from .spec import STOCK, ServeSpec
-from .vllm_plugin.settings import plan_modules
+from .vllm_plugin.settings import DECODED_AT_LOAD, plan_modules
 
 WORKER = "workbench.serving.numerics_worker.NumericsWorker"
 JOB = "WORKBENCH_NUMERICS"  # numerics_worker.JOB, which cannot be imported without vLLM
-_DECODED_AT_LOAD = "kv_b_proj"  # absorbed by MLA: the plugin runs it decoded, with its input as it is
 _LAYER = re.compile(r"(?<=layers\.)(\d+)(?=\.)")
 _WORST_LAST = ("exact", "fits", "rounded", "", "not", "scaled", "differs")
 
@@ -138,14 +137,13 @@ def _asked(spec: ServeSpec) -> dict[str, tuple[str, str, str]]:
             return asked
         settings = plugin_settings(spec)
         for plan in plan_modules(checkpoint, settings).values():
-            converted = plan.weight != plan.stored or bool(spec.rule)
-            weights = f"{plan.weight} at load" if converted and spec.backend == "requant" else plan.weight
+            weights = f"{plan.weight} at load" if plan.converts(settings) else plan.weight
             activation, scale = plan.activation, "static" if plan.static else ""
             if plan.activation == "nvfp4" and not plan.static:
                 scale = "per token"
             if spec.compat != "none":
                 scale = ""  # vLLM's own way to combine them
-            if plan.module.endswith(_DECODED_AT_LOAD):
+            if plan.module.endswith(DECODED_AT_LOAD):  # with its input as it is
                 activation, scale = "none", ""
             asked[plan.module] = (weights, activation, scale)
     return asked

@@ -20,8 +20,8 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from workbench.errors import ConfigError
 
-from .preparation import DECODED_AT_LOAD, planned_launches
-from .settings import ModulePlan, PluginSettings, plan_modules, quantizable_modules
+from .preparation import planned_launches
+from .settings import DECODED_AT_LOAD, ModulePlan, PluginSettings, plan_modules, quantizable_modules
 
 logger = init_logger("vllm.workbench")  # only loggers under "vllm" are shown
 

@@ -29,7 +29,7 @@ def convert_tensor(name: str, stored: Any, plan: ModulePlan, settings: PluginSet
     from workbench.formats import get_format, quantize
 
     if not isinstance(stored, Tensor):
-        as_stored = settings.backend != "requant" or (plan.stored == plan.weight and not settings.rule)
+        as_stored = not plan.converts(settings)
         if as_stored and stored.pre_quant_scale is not None:
             raise FormatError(
                 f"{name} has a scale of the layer's input (AWQ), which packed layers do not apply",

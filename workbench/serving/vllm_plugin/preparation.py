@@ -24,14 +24,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .meter import LoadMeter
-from .settings import ModulePlan, PluginSettings
+from .settings import DECODED_AT_LOAD, ModulePlan, PluginSettings
 
 if TYPE_CHECKING:
     from workbench.checkpoints import Checkpoint, Entry
 
 logger = logging.getLogger("vllm.workbench")  # not `init_logger`: this module imports no vLLM
 
-DECODED_AT_LOAD = ("kv_b_proj",)  # quantized linear modules that vLLM uses as dense ones
 _PLACE = "the stand-in of a preparation"
 _DIVISOR = 16  # Triton compiles apart what is a multiple of it
 
@@ -101,7 +100,6 @@ def planned_launches(
 
     from .together import AT_MOST, batches
 
-    requant = settings.backend == "requant"
     fused = settings.format == "mxfp4" and get_format("mxfp4").rule(settings.rule or None) in MXFP4_RULES
     doubles = checkpoint.dialect == "compressed_tensors"
 
@@ -110,7 +108,7 @@ def planned_launches(
 
     def kinds(entry: Entry) -> Iterator[tuple[str, str]]:
         plan = plans.get(entry.module) if entry.projection else None
-        converted = plan is not None and requant and (plan.stored != plan.weight or bool(settings.rule))
+        converted = plan is not None and plan.converts(settings)
         weight = plan.weight if plan is not None and converted else entry.format
         if converted and fused and (entry.format, weight) == ("nvfp4", "mxfp4") and not doubles:
             yield "nvfp4", "mxfp4"
@@ -118,7 +116,7 @@ def planned_launches(
             yield weight, weight
 
     found: set[Launch] = set()
-    for batch in batches(checkpoint.entries(), joins, AT_MOST if requant else 1):
+    for batch in batches(checkpoint.entries(), joins, AT_MOST if settings.backend == "requant" else 1):
         fours = [e for e in batch if e.quantized and len(e.shape) == 2 and e.shape[1] % 32 == 0]
         calls = Counter((kind, e.shape) for e in fours for kind in kinds(e))
         for (kind, (n, k)), count in calls.items():

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 BACKENDS = ("reference", "emulation", "requant")
 ACTIVATIONS = ("auto", "none")
 COMPAT = ("none", "vllm")
+DECODED_AT_LOAD = ("kv_b_proj",)  # quantized linear modules that vLLM uses as dense ones: MLA absorbs them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +87,11 @@ class ModulePlan:
     weight: str
     activation: str
     static: bool
+
+    def converts(self, settings: PluginSettings) -> bool:
+        """Whether what is stored is rounded anew at load: into another format, or into its own by a rule that is asked
+        for."""
+        return settings.backend == "requant" and (self.stored != self.weight or bool(settings.rule))
 
 
 def plan_modules(checkpoint: Checkpoint, settings: PluginSettings) -> dict[str, ModulePlan]:
