@@ -143,8 +143,9 @@ def bench_serve(
                         runs.append(run)
                         say(_line(run, loads[load]))
             if repeat:
-                save(cost())
-    return cost()
+                known = cost()
+                save(known)
+    return known
 
 
 def latencies_of(runs: Sequence[ClientRun], arms: Sequence[str], loads: int) -> list[Latency]:
