@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from pathlib import PurePath
 
 from workbench.gating.policy import Policy
-from workbench.records import Comparison, Evaluation, GateCheck, LintReport, TaskComparison, TaskScore
+from workbench.records import Comparison, Evaluation, GateCheck, LintReport, ServerRecord, TaskComparison, TaskScore
 from workbench.statistics import wilson_interval
 
 
-def check_lint(rules: Policy, lint: Mapping[str, LintReport] | None) -> list[GateCheck]:
+def check_lint(
+    rules: Policy,
+    lint: Mapping[str, LintReport] | None,
+    promised: Collection[str] = (),
+    servers: Mapping[str, ServerRecord] | None = None,
+) -> list[GateCheck]:
     """Lint errors of any arm that are not in `lint.allow` make the run invalid: its figures are about a faulty
     checkpoint.
 
     An arm that is only reported has its errors shown. lint empty: no checkpoint of the run was linted, which is said of
-    every gated arm; None: there is no run to speak of, but answers.
+    every gated arm; None: there is no run to speak of, but answers. A gated arm's report that the run made (promised)
+    and that is gone, is empty, or is about another checkpoint than its server had, makes it invalid too.
     """
     checks = []
     for arm, report in (lint or {}).items():
@@ -40,7 +47,22 @@ def check_lint(rules: Policy, lint: Mapping[str, LintReport] | None) -> list[Gat
     if lint is not None and not lint:
         reason = "not linted: errors of its checkpoint are not known. `workbench lint CHECKPOINT` looks for them."
         checks += [GateCheck(name="lint", arm=arm, status="reported", reason=reason) for arm in rules.gated]
+        reason = "the run linted its checkpoints, but the reports are gone: run its lint stage again."
+        checks += [invalid("lint", arm, reason) for arm in rules.gated if arm in promised]
+    for arm in rules.gated:
+        own, server = (lint or {}).get(arm), (servers or {}).get(arm)
+        if own is not None and not (own.checks and own.tensors):
+            found = f"{own.tensors} tensors, {len(own.checks)} checks"
+            checks.append(invalid("lint", arm, f"its report is empty ({found}): nothing was looked at."))
+        elif own is not None and server is not None and _others(own.checkpoint, server.checkpoint):
+            reason = f"its report is about {own.checkpoint}, its server had {server.checkpoint}."
+            checks.append(invalid("lint", arm, reason))
     return checks
+
+
+def _others(linted: str, served: str) -> bool:
+    """Whether two checkpoints are not the same, as far as their last names tell: paths are written in several ways."""
+    return bool(linted and served) and PurePath(linted).name != PurePath(served).name
 
 
 def check_compared(

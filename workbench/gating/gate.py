@@ -32,7 +32,7 @@ from workbench.gating.evidence import check_compared, check_evaluations, check_l
 from workbench.gating.layers import Evidence
 from workbench.gating.numerics import check_numerics
 from workbench.gating.policy import Policy, read_policy
-from workbench.gating.promised import Promised, check_promised
+from workbench.gating.promised import Promised, check_tasks
 from workbench.gating.serving import check_serving
 from workbench.gating.thresholds import check_thresholds
 from workbench.gating.weights import UNQUANTIZED, check_equality, check_unquantized, check_weights
@@ -90,7 +90,7 @@ def gate(
     rows = _rows(tensors)
     promised = promised or Promised()
     checks: list[GateCheck] = []
-    checks += check_lint(rules, lint)
+    checks += check_lint(rules, lint, promised.lint, servers)
     checks += check_weights(rules, None if tensors is None else rows, promised.weights)
     checks += check_equality(rules, equality or {})
     original = baseline or next((arm for arm, role in roles.items() if role == "baseline"), "")
@@ -111,9 +111,9 @@ def gate(
         if since is not None:
             checks += check_since_baseline(rules, since, comparison, baseline)
     checks += check_serving(rules, baseline, servers or {}, evaluations, serving_cost)
-    checks += check_numerics(rules, numerics or {})
+    checks += check_numerics(rules, numerics or {}, promised.numerics)
     if lint is not None:  # there is a run to speak of
-        checks += check_promised(rules, promised, comparison, lint, servers or {}, numerics or {})
+        checks += check_tasks(rules, promised, comparison)
     status = status_of(checks)
     return Verdict(
         status=status,

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from workbench.gating.policy import Policy
 from workbench.records import GateCheck, NumericsCard
 
 
-def check_numerics(rules: Policy, cards: Mapping[str, NumericsCard]) -> list[GateCheck]:
+def check_numerics(rules: Policy, cards: Mapping[str, NumericsCard], promised: Collection[str] = ()) -> list[GateCheck]:
     """One check for each arm that has a numerics card. A gated arm whose server ran something else than the arm says
     makes the run invalid, by the tier of "numerics"; of other arms, vLLM's own baselines among them, it is reported. A
-    card that could not be taken leaves a gated arm's check open.
+    card that could not be taken leaves a gated arm's check open, as does one that the run took (promised) and that is
+    gone, or that is of no layer.
     """
     checks = []
     for arm, card in cards.items():
@@ -31,7 +32,18 @@ def check_numerics(rules: Policy, cards: Mapping[str, NumericsCard]) -> list[Gat
                 tier=rules.tier("numerics"),
             )
         )
+    for arm in rules.gated:
+        if arm not in cards and arm in promised:
+            reason = "engine.numerics asks for a card of what its server ran, and there is none: evaluate it again."
+            checks.append(_open(rules, arm, reason))
+        elif arm in cards and cards[arm].as_asked and not cards[arm].probed:
+            checks.append(_open(rules, arm, "its card is of no layer: what the server ran is not known."))
     return checks
+
+
+def _open(rules: Policy, arm: str, reason: str) -> GateCheck:
+    status, tier = rules.weigh("inconclusive", "numerics"), rules.tier("numerics")
+    return GateCheck(name="numerics", arm=arm, status=status, reason=reason, tier=tier)
 
 
 def _without_verdict(card: NumericsCard) -> str:

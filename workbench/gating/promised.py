@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import Any
 
 from workbench.gating.evidence import invalid
 from workbench.gating.policy import Policy
-from workbench.records import Comparison, GateCheck, LintReport, NumericsCard, ServerRecord
+from workbench.records import Comparison, GateCheck
 
 _NO_TASKS = ("default", "weights", "serving", "numerics")  # words of `tiers` that are none
 _UNPAIRED = ("perplexity", "bits_per_byte")  # ends of the metrics that no answers are paired by
@@ -56,37 +55,12 @@ def read_promised(settings: Mapping[str, Any], stages: Collection[str]) -> Promi
     )
 
 
-def check_promised(
-    rules: Policy,
-    promised: Promised,
-    comparison: Comparison | None,
-    lint: Mapping[str, LintReport],
-    servers: Mapping[str, ServerRecord],
-    numerics: Mapping[str, NumericsCard],
-) -> list[GateCheck]:
-    """Records of a gated arm that its run must have had and that are gone, empty, or about something else; and tasks
-    that the run or the policy names and that were not compared.
-    """
+def check_tasks(rules: Policy, promised: Promised, comparison: Comparison | None) -> list[GateCheck]:
+    """Tasks that the run or the policy names and that were not compared."""
     checks = []
     compared = [(row.candidate, row.task) for row in comparison.tasks] if comparison is not None else []
     compared += [(row.candidate, row.task) for row in comparison.graded] if comparison is not None else []
     for arm in rules.gated:
-        report = lint.get(arm)
-        if report is None and not lint and arm in promised.lint:
-            reason = "the run linted its checkpoints, but the reports are gone: run its lint stage again."
-            checks.append(invalid("lint", arm, reason))
-        elif report is not None and not (report.checks and report.tensors):
-            found = f"{report.tensors} tensors, {len(report.checks)} checks"
-            reason = f"its report is empty ({found}): nothing was looked at."
-            checks.append(invalid("lint", arm, reason))
-        elif report is not None and arm in servers and _others(report.checkpoint, servers[arm].checkpoint):
-            reason = f"its report is about {report.checkpoint}, its server had {servers[arm].checkpoint}."
-            checks.append(invalid("lint", arm, reason))
-        if arm not in numerics and arm in promised.numerics:
-            reason = "engine.numerics asks for a card of what its server ran, and there is none: evaluate it again."
-            checks.append(_open(rules, arm, reason))
-        elif arm in numerics and numerics[arm].as_asked and not numerics[arm].probed:
-            checks.append(_open(rules, arm, "its card is of no layer: what the server ran is not known."))
         named = {task for candidate, task in compared if candidate == arm}
         for task in promised.tasks if named else ():
             if not any(_is_of(name, task, promised.tasks) for name in named):
@@ -109,16 +83,6 @@ def _named_in_policy(rules: Policy, promised: Promised, compared: set[str]) -> l
             reason = f"the policy names {task}, which was not compared."
             checks.append(GateCheck(name=f"evaluation {task}", arm="", status="reported", reason=reason))
     return checks
-
-
-def _open(rules: Policy, arm: str, reason: str) -> GateCheck:
-    status, tier = rules.weigh("inconclusive", "numerics"), rules.tier("numerics")
-    return GateCheck(name="numerics", arm=arm, status=status, reason=reason, tier=tier)
-
-
-def _others(linted: str, served: str) -> bool:
-    """Whether two checkpoints are not the same, as far as their last names tell: paths are written in several ways."""
-    return bool(linted and served) and PurePath(linted).name != PurePath(served).name
 
 
 def _is_of(name: str, task: str, others: Collection[str]) -> bool:
